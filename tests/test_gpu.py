@@ -16,7 +16,7 @@ from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.costs import meter, order
 from titanlab.data import Synthetic
 from titanlab.distributed import joined
-from titanlab.parallelism import attention_kernels, exchanges
+from titanlab.parallelism import attention_kernels, context
 from titanlab.prove import Tracer, parity
 from titanlab.prove.parity import compare
 from titanlab.recipe import Cluster
@@ -69,9 +69,9 @@ def test_attention_put_together_of_parts_is_that_of_the_whole(name, dtype, kv_he
     torch.manual_seed(0)
     shapes = [(2, 200, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
     q, k, v, grad = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
-    kernel = attention_kernels._KERNELS[name]
-    out, lse = exchanges.forward(NoOthers(), q, k, v, kernel)
-    found = (out, *exchanges.backward(NoOthers(), grad, q, k, v, out, lse, kernel))
+    kernel, chunks = attention_kernels._KERNELS[name], context.Chunks(None, rank=0, ranks=1)
+    out, lse = context.forward(NoOthers(), q, k, v, kernel, chunks)
+    found = (out, *context.backward(NoOthers(), grad, q, k, v, out, lse, kernel, chunks))
     exact = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     whole = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
     whole.backward(grad.double().transpose(1, 2))

@@ -22,7 +22,6 @@ from titanlab.techniques.ac.recomputation_schema import (
     SelectiveLayer,
     SelectiveOp,
 )
-from titanlab.techniques.model.llama_account import account
 from titanlab.techniques.model.llama_schema import Llama, Qwen3, Qwen3Moe
 
 BAR = 0.05
@@ -149,7 +148,7 @@ def cut(config, policy, given):
     mesh = init_device_mesh("cpu", (tensor * context,))
     stack = build(config, NoCheckpointing(), torch.float32)
     if tensor > 1:
-        plan = account(config).tensor_plan
+        plan = config.account().tensor_plan
         parallelise(
             stack, plan, TensorParallel(mesh=mesh, seq_len=seq, sequence_parallel=sequence_parallel, loss_parallel=True)
         )

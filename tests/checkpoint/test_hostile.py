@@ -12,9 +12,8 @@ from tests import tiny
 from tests.checkpoint.test_damage import loaded
 from tests.pool import RankFailure
 from titanlab.checkpoint import DamagedCheckpoint, latest, read_contents
-from titanlab.checkpoint.blocks import checksum
 from titanlab.checkpoint.index import signed
-from titanlab.checkpoint.storage import INDEX
+from titanlab.checkpoint.storage import INDEX, checksum
 from titanlab.cli import main
 from titanlab.records import RunFolder
 

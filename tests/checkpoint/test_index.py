@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.checkpoint import DamagedCheckpoint, index, read_contents
-from titanlab.checkpoint.blocks import BLOCK, checksum
 from titanlab.checkpoint.index import (
     IndexedFile,
     IndexedTensor,
@@ -27,7 +26,7 @@ from titanlab.checkpoint.index import (
     read_index,
     signed,
 )
-from titanlab.checkpoint.storage import DamagedFile
+from titanlab.checkpoint.storage import BLOCK, DamagedFile, checksum
 from titanlab.errors import ConfigError
 
 SHARD = "rank-00000.safetensors"

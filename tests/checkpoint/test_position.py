@@ -18,9 +18,9 @@ from titanlab.checkpoint import (
     position_bytes,
     read_position,
 )
-from titanlab.checkpoint.blocks import checksum
 from titanlab.checkpoint.folders import step_folder
 from titanlab.checkpoint.index import signed
+from titanlab.checkpoint.storage import checksum
 from titanlab.errors import ConfigError
 from titanlab.launch import pass_over_damaged
 from titanlab.records import OutcomeKind

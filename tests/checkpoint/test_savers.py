@@ -19,7 +19,7 @@ from titanlab.checkpoint.folders import checkpoints
 from titanlab.checkpoint.store import AsyncSaver, NoSaver, PinnedSaver, SyncSaver
 from titanlab.checkpoint.writer import HostBuffer
 from titanlab.distributed import World
-from titanlab.distributed.flight_recorder import last_collectives
+from titanlab.distributed.traffic import last_collectives
 
 
 def test_the_training_goes_on_while_a_copy_is_written(tmp_path, target, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_save_that_the_disk_refuses_leaves_the_one_before(tmp_path, target, mo
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr("titanlab.checkpoint.blocks.os.write", refuse)
+        patch.setattr("os.fsync", refuse)
         with pytest.raises(OSError, match="No space left"):
             saved_by(saver, step=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -33,20 +33,14 @@ def test_the_process_is_as_before(here, monkeypatch, arguments, full):
 
 
 def test_hydra_that_exits_with_an_error_is_one_line(monkeypatch):
-    def gives_up(**given):
-        def decorate(function):
-            def call():
-                sys.stderr.write("usage: …\n\nthe reason\n")
-                raise SystemExit(2)
+    def gives_up():
+        sys.stderr.write("usage: …\n\nthe reason\n")
+        raise SystemExit(2)
 
-            return call
-
-        return decorate
-
-    monkeypatch.setattr(compose.hydra, "main", gives_up)
+    monkeypatch.setattr(compose.hydra, "main", lambda **given: lambda function: gives_up)
     with pytest.raises(ConfigError) as refused:
-        compose.answer(read_flags(["--cfg", "job"]))
-    assert str(refused.value) == "arguments=--cfg job: the reason; see `titanlab train --help`"
+        compose.answer(read_flags(["--hydra-help"]))
+    assert str(refused.value) == "arguments=--hydra-help: the reason; see `titanlab train --help`"
 
 
 def test_the_help_names_no_schemas(here, capsys):

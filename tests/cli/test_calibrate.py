@@ -15,18 +15,13 @@ from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.recipe import Cluster
 
+VERB = "plan"
+
 
 @pytest.fixture
-def plan(tmp_path, monkeypatch, capsys):
-    """`plan("--measure")`: exit code, standard output, standard error."""
+def plan(tmp_path, monkeypatch, say):
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(["plan", *arguments])
-        return (code, *capsys.readouterr())
-
-    return call
+    return say
 
 
 @pytest.fixture
@@ -43,7 +38,7 @@ def sweep(tmp_path):
     return made
 
 
-def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, capsys):
+def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, capfd):
     code, out, err = plan("--calibrate", "layouts")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -73,7 +68,7 @@ def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, capsys):
     for cluster, estimated in (("layouts", True), ("cpu", False)):
         dry = ("sweep", *arguments[:3], f"cluster={cluster}", "seed=1,2", "--dry-run")
         assert main(dry) == 0
-        assert ("est. hours" in capsys.readouterr().out) is estimated
+        assert ("est. hours" in capfd.readouterr().out) is estimated
     # The sweep is still one, and its own file may be written again.
     assert plan("--calibrate", "layouts")[0] == 0
 

@@ -17,7 +17,6 @@ from titanlab.cli import main
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
 from titanlab.data.schema import Stdlib
-from titanlab.errors import ConfigError
 from titanlab.launch.launchers_schema import Local
 from titanlab.options import discover
 from titanlab.parallelism import Parallelism
@@ -173,7 +172,6 @@ def site(tmp_path_factory):
     """A folder on `sys.path` into which another package was installed: an optimizer of its own, with its YAML."""
     schema = """\
 from dataclasses import dataclass
-from titanlab.errors import ConfigError
 from titanlab.techniques.optimizer.contract import Scheduled
 from titanlab.options import option
 
@@ -244,15 +242,6 @@ def test_its_rules_and_names_are_ours(site):
     said = titanlab("completion query", COMP_LINE="titanlab train optimizer=")
     ours = [f"optimizer={name}" for name in options("optimizer")]
     assert said.stdout.split() == sorted([*ours, "optimizer=cautious"])
-
-
-def test_without_the_package_the_frozen_recipe_is_told_from_ours(site):
-    mapping = to_mapping(the_recipe())
-    mapping["optimizer"] = {"kind": "cautious", "caution": 0.5}
-    with pytest.raises(
-        ConfigError, match="optimizer.kind=cautious: no installed package offers this option; known: adamw"
-    ):
-        from_mapping(mapping)
 
 
 def test_every_yaml_is_an_option_that_composes():

@@ -6,26 +6,19 @@ import json
 
 import pytest
 
-from titanlab.cli import main
 from titanlab.distributed import Host
 from titanlab.plan import search
 
+VERB = "plan"
 RECIPE = ["+recipe=llama3_1_8b_8gpus", "cluster=h100"]
 TIED = ["+recipe=llama3_2_1b_8gpus", "cluster=h100"]
 
 
 @pytest.fixture
-def plan(tmp_path, monkeypatch, capsys):
-    """`plan("--top", "3", world=8)`: exit code, standard output, standard error."""
+def plan(tmp_path, monkeypatch, say):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(["plan", *arguments])
-        return (code, *capsys.readouterr())
-
-    return call
+    return say
 
 
 def test_the_table_has_a_row_for_each_recipe_and_the_arguments_of_the_first(plan):

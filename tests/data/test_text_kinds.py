@@ -13,9 +13,8 @@ import pytest
 from tests.data.conftest import silent, text
 from tests.data.test_streams import SEQ, folder_of, global_steps
 from titanlab.data import source, write_token_shards
-from titanlab.data import text as text_kinds
 from titanlab.data.contract import Separators
-from titanlab.data.corpus import is_held_out
+from titanlab.data.corpus import is_held_out, library_of_python
 from titanlab.data.schema import Files, Stdlib, TokenFolder
 from titanlab.data.shards import read_index
 from titanlab.data.text import PreparedText, make_shards
@@ -140,12 +139,12 @@ def test_stdlib_leaves_out_what_differs_between_machines(tmp_path: Path) -> None
     ):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    found = [str(file.relative_to(tmp_path)) for file in text_kinds.source_files(tmp_path)]
+    found = [str(file.relative_to(tmp_path)) for file in library_of_python(tmp_path).files]
     assert found == ["abc.py", "json/__init__.py", "json/decoder.py"]
 
 
 def test_python_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr(text_kinds.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match="came without the source of its library.*; try data=files"):
         source.fingerprint(Stdlib())
 
@@ -216,7 +215,7 @@ FITS = {"seq_len": 8, "vocab_size": 400, "validation_sequences": 0}
 def reader_of(corpus: Path, model_file: Path, cache: Path) -> Any:
     """`reader_of(…)`: the reader of files, before anything is prepared."""
 
-    def make(**changes: Any) -> PreparedText[Any]:
+    def make(**changes: Any) -> PreparedText:
         given = {"files": str(corpus), "tokenizer": str(model_file), "validation_fraction": 0.1, **changes}
         reader = Files(**given).implementation()
         assert isinstance(reader, PreparedText)

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from titanlab.costs import Layout
-from titanlab.distributed import build_mesh, flight_recorder, topology
-from titanlab.distributed.flight_recorder import last_collectives
+from titanlab.distributed import build_mesh, topology, traffic
+from titanlab.distributed.traffic import last_collectives
 from titanlab.records import Collective
 
 
@@ -35,7 +35,7 @@ def entry(sequence, **changes):
 def dumps(monkeypatch):
     def set_to(*entries):
         found = tuple(functools.partial(lambda own: json.dumps({"entries": own}).encode(), own) for own in entries)
-        monkeypatch.setattr(flight_recorder, "_DUMPS", (*found, None))
+        monkeypatch.setattr(traffic, "_DUMPS", (*found, None))
 
     return set_to
 
@@ -62,11 +62,11 @@ def test_a_recorder_in_two_dumps_is_counted_once_and_the_last_are_kept(dumps):
 
 
 def test_a_recorder_that_does_not_answer_or_says_nonsense_is_passed_over(dumps, monkeypatch):
-    monkeypatch.setattr(flight_recorder, "_DUMP_SECONDS", 0.05)
+    monkeypatch.setattr(traffic, "_DUMP_SECONDS", 0.05)
     dumps([])
     assert last_collectives() == []
     release = threading.Event()
-    monkeypatch.setattr(flight_recorder, "_DUMPS", (lambda: release.wait(120) and b"{}",))
+    monkeypatch.setattr(traffic, "_DUMPS", (lambda: release.wait(120) and b"{}",))
     begin = time.monotonic()
     assert last_collectives() == []
     assert time.monotonic() - begin < 60
@@ -76,9 +76,9 @@ def test_a_recorder_that_does_not_answer_or_says_nonsense_is_passed_over(dumps, 
 def names_of_groups():
     dist.init_process_group("gloo")
     mesh = build_mesh(Layout(shard=2, tensor=2), "cpu")
-    found = topology(mesh)
-    assert found.messages() is None
-    return dict(found.coordinates), sorted((group.axis, group.ranks) for group in found.groups.values())
+    found = topology(mesh)()
+    assert found["messages"] is None
+    return found["coordinates"], sorted((group.axis, group.ranks) for group in found["groups"].values())
 
 
 def test_groups_and_coordinates_of_a_mesh(pool):

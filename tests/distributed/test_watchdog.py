@@ -1,7 +1,6 @@
 """A rank that does not come on: who is late, and how its process ends."""
 
 import json
-import queue
 import re
 import subprocess
 import sys
@@ -13,28 +12,24 @@ import pytest
 
 import titanlab
 from tests import tiny
-from titanlab.distributed import Watchdog, watchdog
-from titanlab.distributed.watchdog import FIRST_STEP_KEY, STEP_KEY, StepTimes, Topology, hang, stack_of, stack_of_error
-from titanlab.records import (
-    CodeLine,
-    Collective,
-    GroupRecord,
-    Messages,
-    OutcomeKind,
-    first_cause,
-    read_hang,
-    write_hang,
-)
+from titanlab.distributed import Watchdog, hang
+from titanlab.distributed.hang import FIRST_STEP_KEY, STEP_KEY, StepTimes, waits_for_others
+from titanlab.records import Collective, GroupRecord, Messages, read_hang, write_hang
 
 HERE = """
-    import ctypes, json, sys, time
-    from titanlab.distributed import watchdog
-    from titanlab.distributed.watchdog import Watchdog
-    watchdog.LINGER_SECONDS = 0.1
-    watchdog._NATIVE_MARGIN_SECONDS = 0.5
+    import ctypes, json, queue, sys, time
+    from titanlab.distributed import Watchdog, hang
+    hang.LINGER_SECONDS = 0.1
+    hang._NATIVE_MARGIN_SECONDS = 0.5
+
+    def in_torch():
+        scope = {"sleep": time.sleep}
+        exec(compile("def wait():\\n    sleep(100)", "/venv/torch/autograd/graph.py", "exec"), scope)
+        scope["wait"]()
 
     def note(outcome, record):
-        assert record.rank == outcome.rank
+        assert (record.rank, record.step, record.phase) == (outcome.rank, outcome.step, outcome.cause[:len(record.phase)])
+        assert (record.state == "waits", record.state in outcome.cause) == (outcome.echo, True)
         print(json.dumps(outcome.to_mapping()), flush=True)
 
     asked = []
@@ -70,6 +65,8 @@ BODIES = {
     "others wait": ("dog.step(1); asked.append(1); time.sleep(100)", 30.0),
     "slow": ("dog.step(1); time.sleep(0.7); dog.step(2); time.sleep(100)", 30.0),
     "no step": ("dog.step(1); time.sleep(100)", 0.4),
+    "waits": ("dog.step(1); dog.step(2); in_torch()", 30.0),
+    "in Python's library": ("dog.step(1); dog.step(2); queue.Queue().get()", 30.0),
 }
 
 
@@ -109,7 +106,7 @@ def test_native_code_that_keeps_pythons_lock_is_ended_too():
     process = started("dog.step(1); dog.step(2); time.sleep(0.3); ctypes.PyDLL(None).sleep(100)")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (1, "")
-    assert err.startswith(watchdog.NATIVE_SIGN)
+    assert err.startswith(hang.NATIVE_SIGN)
     assert "in slow_step" in err
 
 
@@ -136,16 +133,10 @@ def test_a_limit_that_is_too_short_names_its_key_and_how_long_steps_took(ended):
     assert cause.endswith("; no step is complete yet; if it was only slow, try training.first_step_timeout_seconds=1")
 
 
-def steps_of(monkeypatch, *seconds, paused=0.0):
-    """Times of steps that took so long, without waiting for them."""
-    now = [0.0]
-    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+def steps_of(*seconds):
     times = StepTimes()
     for each in seconds:
-        times.step()
-        now[0] += each + paused
-        times.paused(paused)
-    times.step()
+        times.add(each)
     return times
 
 
@@ -167,17 +158,24 @@ def steps_of(monkeypatch, *seconds, paused=0.0):
         (
             (90, 131),
             140.0,
-            "steps before it took 131 s (median of 1); if it was only slow, try training.step_timeout_seconds=1400",
+            "steps before it took 131 s (median of 1); if it was only slow, try training.step_timeout_seconds=1310",
         ),
     ],
 )
-def test_advice(monkeypatch, seconds, limit, advice):
-    assert steps_of(monkeypatch, *seconds).advice(STEP_KEY, limit) == advice
+def test_advice(seconds, limit, advice):
+    assert steps_of(*seconds).advice(STEP_KEY, limit) == advice
 
 
 def test_pauses_between_steps_are_not_counted(monkeypatch):
-    times = steps_of(monkeypatch, 90, 2, 2, paused=1000.0)
-    assert times.advice(FIRST_STEP_KEY, None) == "steps before it took 2 s (median of 2)"
+    now = [0.0]
+    monkeypatch.setattr(hang.time, "monotonic", lambda: now[0])
+    dog = Watchdog(step_seconds=0.0, first_seconds=None, note=pytest.fail)
+    for step, seconds in enumerate((90, 2, 2, 0), 1):
+        dog.step(step)
+        now[0] += seconds
+        with dog.pausing("validation", step):
+            now[0] += 1000.0
+    assert dog._times.advice(FIRST_STEP_KEY, None) == "steps before it took 2 s (median of 2)"
 
 
 def test_without_limits_nothing_is_started():
@@ -190,8 +188,8 @@ def test_without_limits_nothing_is_started():
     ("seconds", "limit"),
     [((90, 2, 3), None), ((90, 2, 3, 4), 60.0), ((90, 7, 50, 6), 70.0), ((90, 700, 500, 600, 800), 6500.0)],
 )
-def test_the_limit_of_a_step_that_the_config_leaves_open(monkeypatch, seconds, limit):
-    assert steps_of(monkeypatch, *seconds).limit() == limit
+def test_the_limit_of_a_step_that_the_config_leaves_open(seconds, limit):
+    assert steps_of(*seconds).limit() == limit
 
 
 @pytest.mark.parametrize(
@@ -214,17 +212,10 @@ def test_the_limit_in_force_at_each_step(step_seconds, keys):
     assert found == keys
 
 
-def frame_in(file):
-    """The frame of a function that is defined in a file of this name."""
-    scope = {"sys": sys}
-    exec(compile("def here():\n    return sys._getframe()", str(file), "exec"), scope)
-    return scope["here"]()
-
-
 def test_what_counts_as_file_access_exists():
     """The list has paths as text, which a move does not change."""
     paths = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")]
-    starts = watchdog._OWN_FILE_MODULES
+    starts = hang._OWN_FILE_MODULES
     assert [start for start in starts if not any(path.startswith(start) for path in paths)] == []
 
 
@@ -242,58 +233,31 @@ def test_what_counts_as_file_access_exists():
         ("/home/me/observer.py", False),
     ],
 )
-def test_who_waits_for_others_is_an_echo(file, waits):
-    found = hang("step 3", 600, frame_in(file), rank=1)
-    assert found.echo == waits
-    assert (
-        found.cause
-        == f"step 3 did not end within 600 s: rank 1 {'waits' if waits else 'stands'} in here ({Path(file).parent.name}/{Path(file).name}:2)"
-    )
+def test_who_waits_for_others(file, waits):
+    assert waits_for_others(str(file)) == waits
 
 
-def test_pythons_own_library_is_passed_over_for_its_caller():
-    frames = []
-
-    class Looking(queue.Queue):
-        def _qsize(self):
-            frames.append(sys._getframe())
-            return 1
-
-        def _get(self):
-            return None
-
-    # In the words of the stack: here, Queue.get, _qsize of this file.
-    Looking().get()
-    assert hang("step 3", 600, frames[0].f_back).cause.split(": ")[1].startswith("rank 0 stands in test_pythons_own")
+def test_a_rank_that_waits_for_others_is_an_echo(ended):
+    told = json.loads(ended("waits").stdout)
+    assert told["cause"].startswith("step 2 did not end within 0.5 s: rank 3 waits in wait (autograd/graph.py:2); ")
+    assert told["echo"]
 
 
-def test_one_that_computes_is_no_echo():
-    found = hang("step 3", 600, frame_in("/venv/torch/autograd/graph.py"), rank=1, busy=True)
-    assert not found.echo
-    assert "rank 1 computes in here (autograd/graph.py:2)" in found.cause
-
-
-def test_of_ranks_that_hang_the_late_one_is_the_cause():
-    waiting = [hang("step 3", 9, frame_in("/venv/torch/x.py"), rank=rank, step=2) for rank in (0, 2)]
-    late = hang("step 3", 9, frame_in("/home/me/x.py"), rank=1, step=2)
-    behind = hang("step 2", 9, frame_in("/venv/torch/x.py"), rank=3, step=1)
-    assert first_cause([*waiting, late]) is late
-    assert first_cause([*waiting, behind]) is behind
-    assert first_cause(waiting).kind is OutcomeKind.HANG
+def test_pythons_own_library_is_passed_over_for_its_caller(ended):
+    cause = json.loads(ended("in Python's library").stdout)["cause"]
+    assert cause.startswith("step 2 did not end within 0.5 s: rank 3 stands in slow_step (")
 
 
 @pytest.mark.parametrize(("world", "seconds"), [(1, 2.0), (256, 2.0), (512, 4.0), (4096, 5.0)])
 def test_many_ranks_look_for_notes_less_often(world, seconds):
     """The notes lie on a shared file system."""
-    watchdog = Watchdog(step_seconds=0.0, first_seconds=None, note=lambda outcome, record: None, world=world)
-    assert watchdog._look_seconds == seconds
-    watchdog.close()
+    assert Watchdog(step_seconds=0.0, first_seconds=None, note=pytest.fail, world=world)._look_seconds == seconds
 
 
 # The process and its competitors share one core, and it comes last.
 SCRIPT = """
 import os, subprocess, sys, threading, time
-from titanlab.distributed.watchdog import main_thread_is_busy
+from titanlab.distributed.hang import main_thread_is_busy
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 loop = "import time\\nwhile time.process_time() < 60: pass"
@@ -327,66 +291,55 @@ def test_a_thread_that_computes_is_busy_also_where_it_hardly_gets_a_core():
     assert done.stdout.split() == ["False", "True"]
 
 
-def recorded(frames, **changes):
-    how = {"rank": 1, "state": "stands", "phase": "step 2", "step": 1, "seconds": 1.0, "limit": None, **changes}
-    return watchdog.hang_record(frames, Topology(), **how)
+def raised_in(file, function="here", deeper=0):
+    """An error of a function that is defined in a file of this name."""
+    lines = [f"def {function}(deeper):", f"    return {function}(deeper - 1) if deeper else open('/nowhere')"]
+    scope = {}
+    exec(compile("\n".join(lines), str(file), "exec"), scope)
+    with pytest.raises(FileNotFoundError) as raised:
+        scope[function](deeper)
+    return raised.value
+
+
+def recorded(error, **known):
+    dog = Watchdog(step_seconds=0.0, first_seconds=None, note=pytest.fail, rank=2)
+    dog.step(3)
+    dog.learn(lambda: known)
+    return dog.record_of_error(error)
 
 
 def test_a_record_names_the_innermost_line_that_is_not_torchs():
-    frames = stack_of(sys._getframe())
-    torchs = CodeLine("/venv/torch/distributed/distributed_c10d.py", 9, "wait")
-    found = recorded([torchs, *frames])
-    assert (found.source.function, found.stack[0].function) == (frames[0].function, "wait")
-    assert found.activity == ""
-    assert len(recorded(frames * 9).stack) == 60
+    found = recorded(raised_in("/venv/torch/distributed/distributed_c10d.py", "wait"))
+    assert (found.source.function, found.stack[0].function, found.activity) == ("raised_in", "wait", "")
+    assert (found.rank, found.state, found.phase, found.step, found.limit) == (2, "raised", "step 3", 2, None)
+    assert (found.groups, found.messages, found.collectives) == ({}, None, ())
+    assert len(recorded(raised_in("x.py", deeper=99)).stack) == 60
+    assert recorded(LookupError()).source is None
 
 
 @pytest.mark.parametrize(
-    ("file", "function", "activity", "shown"),
+    ("file", "function", "activity"),
     [
-        ("data/stream.py", "read", "data", "titanlab/data/stream.py"),
-        ("checkpoint/store.py", "save", "checkpoint", "titanlab/checkpoint/store.py"),
-        ("train/train.py", "train", "", "titanlab/train/train.py"),
-        ("train/train.py", "next_batch", "data", "titanlab/train/train.py"),
+        ("data/stream.py", "read", "data"),
+        ("checkpoint/store.py", "save", "checkpoint"),
+        ("train/train.py", "train", ""),
+        ("train/train.py", "next_batch", "data"),
     ],
 )
-def test_what_a_rank_is_busy_with(file, function, activity, shown):
-    found = recorded([CodeLine(watchdog._PACKAGE + file, 3, function)])
-    assert (found.activity, found.source.file) == (activity, shown)
-
-
-def test_the_stack_of_an_error():
-    def inner():
-        raise LookupError
-
-    with pytest.raises(LookupError) as raised:
-        inner()
-    assert next(frame.function for frame in stack_of_error(raised.value.__traceback__)) == "inner"
-    assert recorded([], state="raised").source is None
+def test_what_a_rank_is_busy_with(file, function, activity):
+    found = recorded(raised_in(PACKAGE / file, function))
+    assert (found.activity, found.source.file) == (activity, f"titanlab/{file}")
 
 
 def test_a_record_has_the_place_of_the_rank_among_the_others(tmp_path):
     call = Collective("1", 4, "all_reduce", ((8,), ()), ("Float",), is_message=False, is_done=True, created=2.5)
-    messages = Messages(runs=True, stages=(0, 2), sent={1: 3}, received={}, waiting=None)
-    known = Topology(
-        groups={"1": GroupRecord("shard", (0, 2))},
-        coordinates={"shard": 1},
-        messages=lambda: messages,
-        collectives=lambda: [call],
-    )
-    how = {"rank": 2, "state": "waits", "phase": "step 3", "step": 2, "seconds": 1.5, "limit": 9.0}
+    known = {
+        "groups": {"1": GroupRecord("shard", (0, 2))},
+        "coordinates": {"shard": 1},
+        "messages": Messages(runs=True, stages=(0, 2), sent={1: 3}, received={}, waiting=None),
+        "collectives": (call,),
+    }
     run = tiny.begin(tiny.recipe(tmp_path))
-    write_hang(run, 1, watchdog.hang_record([], known, **how))
+    write_hang(run, 1, recorded(LookupError(), **known))
     found = read_hang(run, 1)[0][2]
-    assert (found.rank, found.state, found.phase, found.step, found.seconds, found.limit) == tuple(how.values())
-    assert (found.coordinates, found.source) == ({"shard": 1}, None)
-    assert (found.groups, found.messages, found.collectives) == (known.groups, messages, (call,))
-
-
-def test_a_rank_that_knows_nothing_yet_has_an_empty_place():
-    found = recorded([])
-    assert (found.groups, found.messages, found.collectives, found.stack) == ({}, None, (), ())
-
-
-def test_without_a_frame_there_is_no_stack():
-    assert (stack_of(None), stack_of_error(None)) == ([], [])
+    assert {name: getattr(found, name) for name in known} == known

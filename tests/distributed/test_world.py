@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from titanlab.distributed import ALONE, StoppedEarly, free_port, joined, open_world, stop_request
-from titanlab.distributed.world import AbsentRanks, _select_device
+from titanlab.distributed.world import AbsentRanks, _select_device, _Wait
 from titanlab.errors import ConfigError
 from titanlab.records import OutcomeKind, from_exception
 
@@ -84,6 +85,8 @@ def said_of_interface(name):
         return str(error).rpartition(". ")[2]
     finally:
         del os.environ["GLOO_SOCKET_IFNAME"]
+        # torch has counted the group that it could not make: the next one would have another name than the other ranks'.
+        dist.distributed_c10d._world.group_count = 0
 
 
 def test_the_only_gpu_that_a_process_sees_may_be_its_own(monkeypatch):
@@ -114,6 +117,18 @@ def test_ranks_that_do_not_come_are_named(monkeypatch, world, rank, absent):
     )
     note = from_exception(raised.value, rank=rank)
     assert (note.kind, note.echo, note.traceback) == (OutcomeKind.HANG, False, None)
+
+
+@pytest.mark.parametrize("world", [2, 100, 512])
+def test_many_ranks_do_not_look_too_often(monkeypatch, world):
+    pauses, now = [], [0.0]
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    wait = _Wait(replace(ALONE, world=world), print)
+    for now[0] in (0.0, 0.3, 4.0, 30.0, 300.0):
+        wait.pause()
+    assert all(world / 100 <= pause <= 6 for pause in pauses)
+    assert pauses[-1] == max(1.0, world / 100)
 
 
 @pytest.mark.parametrize(("rank", "absent"), [(0, "rank 1"), (1, "rank 0")])

@@ -23,7 +23,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch import close_dead, conclude, go_back, with_progress
 from titanlab.launch.attempt import begin, check_own_checkpoint, close_earlier, keep_tokenizer
 from titanlab.recipe import to_mapping
-from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, StopReason, create_run, identify
+from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, StopReason
 
 HOST = Host(accelerator="cpu", device="cpu", count=2)
 
@@ -170,13 +170,6 @@ def test_an_attempt_does_not_begin_where_it_would_append_to_the_file_behind_a_li
     assert ((tmp_path / "precious").read_text(), run.attempts()) == ("precious", [1])
 
 
-def test_data_without_a_tokenizer_leaves_no_folder(tmp_path):
-    recipe = tiny.recipe(tmp_path)
-    run = tiny.begin(recipe)
-    keep_tokenizer(run, recipe)
-    assert not run.tokenizer.exists()
-
-
 def test_a_rank_s_own_record_has_priority_over_its_exit_code(tmp_path):
     run = tiny.begin(tiny.recipe(tmp_path))
     run.write_failure(Outcome(kind=OutcomeKind.NAN, step=3, rank=1, attempt=1, cause="the loss is not finite"))
@@ -248,14 +241,6 @@ def test_the_step_of_an_end_is_the_last_that_anybody_knows_of(tmp_path):
         writer.write("train", 1, {"loss": 1.0})
     run.write_failure(Outcome(kind=OutcomeKind.HANG, step=12, rank=1, attempt=1, cause="step 13 did not end"))
     assert conclude(run, 1, {1: 71}).step == 12
-
-
-def test_what_is_saved_is_noted_where_no_attempt_was_begun(tmp_path):
-    recipe = tiny.recipe(tmp_path)
-    identity = identify(recipe, data="tiny", hardware="cpu")
-    run = create_run(recipe.runs, name="mine", identity=identity, config=to_mapping(recipe))
-    run.note_saved(1, 3)
-    assert run.saved_step() == 3
 
 
 def test_what_gloo_said_as_it_aborted_a_rank_is_its_cause(tmp_path):

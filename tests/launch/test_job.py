@@ -2,12 +2,9 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +16,24 @@ from tests import tiny
 from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import JobShape, Submission, launcher_named, write_submission
-from titanlab.launch import group as rendezvous
+from titanlab.launch import job as rendezvous
 from titanlab.launch.contract import ProcessPlace
-from titanlab.launch.group import MEETING_FILE, Rendezvous, await_meeting, find_meeting, publish_meeting
-from titanlab.launch.job import Job, address_of, claim_run, port_of, say, submitted
+from titanlab.launch.job import (
+    MEETING_FILE,
+    Job,
+    Rendezvous,
+    address_of,
+    await_meeting,
+    find_meeting,
+    port_of,
+    publish_meeting,
+    submitted,
+)
 from titanlab.launch.slurm import launcher as slurm_launcher
+from titanlab.launch.task import claim_run
+from titanlab.launch.watch import say
 from titanlab.recipe import to_mapping
-from titanlab.records import Outcome, OutcomeKind, RunFolder
+from titanlab.records import RunFolder
 
 
 def job_of(run, *, launcher="slurm", restart=0, rank=0, **given):
@@ -34,14 +42,6 @@ def job_of(run, *, launcher="slurm", restart=0, rank=0, **given):
         launcher=launcher, job_id="12_1", raw_job_id="14", restart=restart, ranks=ranks, nodes=("n1", "n2")
     )
     return Job(**{"run": run, "place": place, "token": "aa", "index": 1, **given})
-
-
-def test_a_start_has_one_name_in_all_its_processes(run):
-    assert job_of(run).start == job_of(run, rank=3).start == "aa/1 slurm:14.0"
-    assert job_of(run, restart=2).start == "aa/1 slurm:14.2"
-    assert [job_of(run).round(number) for number in (0, 1, 2)] == [
-        *["aa/1 slurm:14.0", "aa/1 slurm:14.0 #1", "aa/1 slurm:14.0 #2"]
-    ]
 
 
 @pytest.mark.parametrize(
@@ -76,16 +76,6 @@ def test_a_start_goes_on_with_the_attempt_of_an_earlier_start(run, restart, made
     if made_by is not None:
         (run.attempt_folder(1) / "job.json").write_text(json.dumps(made_by))
     assert job_of(run, restart=restart).goes_on is goes_on
-
-
-@pytest.mark.parametrize("kind", [None, OutcomeKind.CRASH, OutcomeKind.DONE])
-def test_a_run_that_is_done_is_told(run, kind, capsys):
-    if kind is not None:
-        run.write_result(Outcome(kind=kind, attempt=1, step=3, steps=3))
-    done = kind is OutcomeKind.DONE
-    assert job_of(run).is_done() is done
-    told = capsys.readouterr().out
-    assert re.fullmatch(rf"\d\d:\d\d:\d\d  {run.path.name} is done: 3 steps\n", told) if done else told == ""
 
 
 def test_the_recipe_is_the_runs_with_the_jobs_changes(run):
@@ -174,29 +164,6 @@ def test_a_damaged_file_is_none(run, content):
     assert find_meeting(run, "7/a") == MEETING
 
 
-def test_a_pipe_in_place_of_the_file_is_none(run):
-    os.mkfifo(run.attempt_folder(1) / MEETING_FILE)
-    assert find_meeting(run, "7/a") is None
-
-
-def test_a_rank_waits_until_rank_0_has_published(run, monkeypatch):
-    monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.001)
-    timer = threading.Timer(0.02, publish_meeting, (run, MEETING))
-    timer.start()
-    assert await_meeting(run, "7/a", seconds=30) == MEETING
-    timer.join()
-
-
-def test_a_rank_does_not_wait_for_ever(run, monkeypatch):
-    monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.001)
-    begin = time.monotonic()
-    with pytest.raises(TitanlabError) as caught:
-        await_meeting(run, "7/a", seconds=0.01)
-    assert time.monotonic() - begin < 10
-    where = run.path / "attempts"
-    assert str(caught.value) == f"rank 0 of this job has begun no attempt in {where} within 0.01 s; see its log"
-
-
 @pytest.mark.parametrize(
     ("ranks", "least", "most"),
     [
@@ -241,12 +208,6 @@ def test_a_task_of_an_array():
     assert found.nodes == ("n3", "n4")
     # Another start of the same job meets elsewhere.
     assert found.start != SLURM.place_in({**TASK, "SLURM_RESTART_COUNT": "2"}).start
-
-
-def test_alone():
-    # Also inside another job.
-    found = HERE.place_in(TASK)
-    assert (found.launcher, found.index, found.nodes, found.ranks.world) == ("local", None, (socket.gethostname(),), 1)
 
 
 def test_the_address_is_the_given_one_or_a_name_that_resolves_or_slurms_own(monkeypatch):
@@ -299,16 +260,9 @@ def test_other_code_is_refused(tmp_path, name):
         check_code(tmp_path / name)
 
 
-def test_a_run_is_claimed_until_the_stack_closes(run):
-    with contextlib.ExitStack() as stack:
-        assert claim_run(run, stack, seconds=0.0, is_ending=lambda: False) is None
-        assert run.is_claimed()
-    assert not run.is_claimed()
-
-
 @pytest.mark.parametrize(("seconds", "ending"), [(0.0, False), (100.0, True)])
 def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds, ending):
-    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
     with run.claim(), contextlib.ExitStack() as stack:
         told = claim_run(run, stack, seconds=seconds, is_ending=lambda: ending)
         assert re.fullmatch(r"is in the hands of process \d+ on .+", told)
@@ -316,7 +270,7 @@ def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds,
 
 
 def test_a_run_that_becomes_free_is_claimed(run, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
     with contextlib.ExitStack() as other, contextlib.ExitStack() as stack:
         other.enter_context(run.claim())
         looks = []

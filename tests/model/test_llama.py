@@ -9,7 +9,6 @@ from torch import nn
 
 from tests.model.published import load
 from titanlab.techniques.model import llama
-from titanlab.techniques.model.llama_account import initial_values
 from titanlab.train.initialise import initialise
 
 SEQ = 24
@@ -18,7 +17,7 @@ SEQ = 24
 def built(config, *, seq_len=SEQ, seed=1, std=None):
     """A model with initial values, or with larger ones under which every term shows in the logits."""
     model = llama.LlamaModel(config, seq_len=seq_len)
-    initialise(model, initial_values(config), seed)
+    initialise(model, config.initial_values(), seed)
     if std is not None:
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
@@ -164,7 +163,7 @@ def test_meta_then_materialised_is_the_same_model():
         assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         model.to_empty(device="cpu")
         model.init_buffers("cpu")
-        initialise(model, initial_values(config), 1)
+        initialise(model, config.initial_values(), 1)
         tokens = random_tokens(config, 2, SEQ)
         assert torch.equal(model(tokens), built(config)(tokens))
 

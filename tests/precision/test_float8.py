@@ -23,7 +23,6 @@ from titanlab.parallelism import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.prove import parity
 from titanlab.recipe import Cluster
-from titanlab.techniques.model import llama_account
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.techniques.model.mixture_of_experts import ExpertLinear
 from titanlab.techniques.precision import float8
@@ -47,7 +46,7 @@ def converted(config, **model):
     with torch.device("meta"):
         plain = made.model.implementation().build(seq_len=32)
     config.implementation().convert(plain, CPU)
-    return plain, llama_account.account(made.model)
+    return plain, made.model.account()
 
 
 def changed(model):

@@ -23,7 +23,7 @@ from titanlab.data.contract import Separators
 from titanlab.options import schema_of
 from titanlab.prove import tolerances
 from titanlab.prove.parity import compare
-from titanlab.techniques.model.documents import Packed
+from titanlab.techniques.model.attention import Packed
 from titanlab.train import assemble
 from titanlab.train import generate as sampling
 from titanlab.train.initialise import fill

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 import importlib
-import os
 from pathlib import Path
 
 import hydra
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.recipe import VERSION_BASE, Loader, Recipe, hydra_internal, read_flags, register
+from titanlab.recipe import Loader, Recipe, hydra_internal, read_flags
 
 PACKAGE = Path(titanlab.__file__).parent
 
@@ -91,56 +89,6 @@ def test_a_changed_composition_reaches_no_other():
     again = loader("+recipe=quickstart", "tracker=[tensorboard,jsonl]").compose(()).whole
     assert again == expected
     assert OmegaConf.get_type(again.model) is OmegaConf.get_type(expected.model)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder of options."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "config.yaml").write_text("defaults: [{model: small}, _self_]\nsteps: 3\n")
-    (tmp_path / "model" / "small.yaml").write_text("layers: 1\n")
-    register()
-    return tmp_path
-
-
-def composed(folder, *overrides):
-    with initialize_config_dir(str(folder), **VERSION_BASE):
-        return compose("config", overrides=list(overrides))
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "model/small.yaml"])
-def test_a_file_that_changes_is_seen(folder, name):
-    file = folder / name
-    before, text = file.stat(), file.read_text()
-    for number in (7, 8, 9):
-        # As `cp -p` and archives leave it: the same size and time.
-        other = folder / "other"
-        other.write_text(f"{text}more: {number}\n")
-        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-        other.rename(file)
-        for _ in range(2):
-            config = composed(folder)
-            assert (config if name == "config.yaml" else config.model).more == number
-
-
-def test_a_file_that_is_removed_or_added_is_seen(folder):
-    composed(folder)
-    (folder / "model" / "small.yaml").rename(folder / "model" / "large.yaml")
-    with pytest.raises(Exception, match="Could not find 'model/small'"):
-        composed(folder)
-    assert composed(folder, "model=large").model.layers == 1
-
-
-@pytest.mark.parametrize(
-    ("overrides", "port"), [([], 1), (["server=second"], 2), (["server=second", "place=first"], 1)]
-)
-def test_an_option_may_follow_the_choice_of_another_group(folder, overrides, port):
-    for group in ("server", "place"):
-        (folder / group).mkdir()
-        for number, name in enumerate(("first", "second"), start=1):
-            (folder / group / f"{name}.yaml").write_text(f"port: {number}\n")
-    (folder / "config.yaml").write_text("defaults: [_self_, {server: first}, {place: '${server}'}]\n")
-    assert composed(folder, *overrides).place.port == port
 
 
 def test_a_hydra_of_another_version_is_refused_in_one_line(monkeypatch):

@@ -251,7 +251,7 @@ def test_without_earlier_steps_a_deadlock_accuses_nobody():
 
 
 # NCCL starts a group at its first message: a rank may wait where it posts one.
-@pytest.mark.parametrize("function", ["received", "__init__"])
+@pytest.mark.parametrize("function", ["received", "transfer"])
 def test_a_rank_in_a_rings_receive_waits_and_is_not_outside_of_collectives(function):
     """The messages of a ring are in no record. Rank 0 was named, which waits for rank 1."""
 
@@ -259,7 +259,7 @@ def test_a_rank_in_a_rings_receive_waits_and_is_not_outside_of_collectives(funct
         context = (0, 1) if rank < 2 else (2, 3)
         return record(rank, given, groups={"shard": (0, 1, 2, 3), "world": (0, 1, 2, 3), "context": context}, **how)
 
-    ring = CodeLine("titanlab/parallelism/exchanges.py", 94, function)
+    ring = CodeLine("titanlab/parallelism/context.py", 94, function)
     others = [in_ring(rank, calls(3, STEP[0]), is_done=True, source=ring) for rank in (0, 2, 3)]
     # Rank 1 is at a collective that its earlier steps did not have here.
     found = verdict(in_ring(1, calls(3, STEP[0], STEP[2])), *others, world=4)

@@ -9,7 +9,6 @@ from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
 from titanlab.report.facts import (
-    answer_of,
     checked,
     command_line,
     differences,
@@ -120,7 +119,7 @@ def repeated(speeds, recipe="dp_s2", **given):
 
 def test_the_best_is_that_of_the_figure_and_bands_are_of_the_speed():
     rows = [*repeated([1000.0, 1010.0], memory_gib=3.0), *repeated([500.0, 505.0], "tp_2", memory_gib=1.0)]
-    by_speed, by_memory = (answer_of(facts_of(*rows), by=name) for name in ("tps", "memory"))
+    by_speed, by_memory = (facts_of(*rows, by=name) for name in ("tps", "memory"))
     assert [answer.best.label for answer in (by_speed, by_memory)] == ["dp_s2", "tp_2"]
     assert by_speed.ranking is by_speed.speeds
     assert by_memory.bands == by_speed.bands
@@ -134,20 +133,20 @@ def test_the_best_is_that_of_the_figure_and_bands_are_of_the_speed():
 
 
 def test_a_recipe_without_the_figure_stands_in_if_one_of_its_runs_is_done():
-    answer = answer_of(facts_of(), by="tps")
+    answer = facts_of()
     assert (answer.best, answer.bands) == (None, {})
     # Without repeats there is no interval.
-    assert answer_of(facts_of(run("a"), run("b", "tp_2", 500.0)), by="tps").bands == {}
+    assert facts_of(run("a"), run("b", "tp_2", 500.0)).bands == {}
     failed = row("tp_2", None, run="f", name="f", outcome="oom")
-    assert answer_of(facts_of(failed), by="mfu").best is None
-    answer = answer_of(facts_of(failed, run("a", mfu_percent=None)), by="mfu")
+    assert facts_of(failed, by="mfu").best is None
+    answer = facts_of(failed, run("a", mfu_percent=None), by="mfu")
     assert answer.best is not None
     assert answer.best.label == "dp_s2"
 
 
 @pytest.mark.parametrize(("speeds", "noise"), [([1000.0, 1000.0], "0 %"), ([100.0, 400.0], "98 %"), ([1.0, 9.0], "%")])
 def test_the_noise_is_a_number_that_people_write(speeds, noise):
-    text = answer_of(facts_of(*repeated(speeds)), by="tps").band_text
+    text = facts_of(*repeated(speeds)).band_text
     assert noise in text
     assert "e+" not in text
     assert "(1 degrees of freedom)" not in text

@@ -1,5 +1,6 @@
 """The sections with a figure: captions, descriptions in words, notes, the values behind; and damaged rows."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,6 @@ from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
 from titanlab.report import panels
-from titanlab.report.facts import answer_of
 from titanlab.report.figures import bars, over_time, scatter
 from titanlab.report.panels import estimated_splits, figure_sections, measured_splits, pipelines
 
@@ -31,7 +31,7 @@ def drawn(monkeypatch):
 
 def section(facts, name, by="tps"):
     """The section of this name; None: there is none."""
-    found = {each.id: each for each in figure_sections(facts, answer_of(facts, by=by), by=by)}
+    found = {each.id: each for each in figure_sections(dataclasses.replace(facts, by=by))}
     return found.get(name)
 
 

@@ -1,5 +1,6 @@
 """The sections of a report: their order, their tables, and what stands where there is nothing to show."""
 
+import dataclasses
 import json
 import math
 
@@ -8,7 +9,6 @@ import pytest
 from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end
 from tests.sweep.table.plain import row
-from titanlab.report.facts import answer_of
 from titanlab.report.figures import bars, over_time, scatter
 from titanlab.report.panels import Cell, cell
 from titanlab.report.sections import sections_of
@@ -29,7 +29,7 @@ def without_figures(monkeypatch):
 
 
 def sections(facts, by="tps"):
-    return {section.id: section for section in sections_of(facts, answer_of(facts, by=by), by=by)}
+    return {section.id: section for section in sections_of(dataclasses.replace(facts, by=by))}
 
 
 def cells(table):

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from tests.schedule.conftest import KINDS, LOOPED, V_SHAPED, Schedule, orders
 from titanlab.errors import ConfigError
-from titanlab.techniques.schedule.action import Kind, placement_of, validate
+from titanlab.techniques.schedule.action import Kind, placement_of, simulate, validate
 from titanlab.techniques.schedule.contract import OneStage, PipelineSchedule, stages_of
 from titanlab.techniques.schedule.published_schema import rounds
-from titanlab.techniques.schedule.timeline import simulate
 
 RANKS = st.integers(1, 8)
 MICROBATCHES = st.integers(1, 40)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.schedule.conftest import orders
-from titanlab.techniques.schedule.action import Kind
-from titanlab.techniques.schedule.timeline import peak_in_flight, simulate
+from titanlab.techniques.schedule.action import Kind, peak_in_flight, simulate
 
 
 def test_a_timeline():

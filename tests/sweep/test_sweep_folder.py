@@ -15,7 +15,7 @@ from titanlab.launch.submission import claim_sweep
 from titanlab.recipe import to_mapping
 from titanlab.records import RunFolder, create_run
 from titanlab.sweep import SweepFolder, find_run_or_sweep, open_sweep
-from titanlab.sweep.enqueue import standing, supersede
+from titanlab.sweep.submit import standing, supersede
 from titanlab.sweep.sweep_folder import jobs_of
 
 

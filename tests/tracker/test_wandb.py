@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.until import until
-from titanlab.techniques.tracker import wandb_writer
+from titanlab.techniques.tracker import wandb as wandb_writer
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, TrackedRun, open_tracker, read_record
 from titanlab.techniques.tracker.trackers_schema import Jsonl, Wandb
 

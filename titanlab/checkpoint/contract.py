@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from titanlab.checkpoint.position import Position
+    from titanlab.checkpoint.contents import Position
     from titanlab.distributed import World
 
 _DTYPES = ("float32", "bfloat16", "float16")

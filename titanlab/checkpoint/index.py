@@ -28,9 +28,16 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import ITEM_BYTES, blocks_of, checksum
-from titanlab.checkpoint.position import parsed
-from titanlab.checkpoint.storage import INDEX, DamagedFile, folder_at, one_line
+from titanlab.checkpoint.storage import (
+    INDEX,
+    ITEM_BYTES,
+    DamagedFile,
+    blocks_of,
+    checksum,
+    folder_at,
+    one_line,
+    parsed,
+)
 
 Ints = npt.NDArray[np.int64]
 # Prevents overflow of 64 bits in the arithmetic of offsets.
@@ -272,11 +279,21 @@ def read_index(checkpoint: Place) -> CheckpointIndex:
         _expect(len(file.checksums) == 8 * blocks_of(file.size), f"one checksum for each block of {file.name}")
     _expect(len({file.name for file in files}) == len(files), "files of different names")
     _expect(not index.objects.keys() & index.tensors.keys(), "different names of tensors and objects")
-    sizes = np.array([file.size for file in files], np.int64)
-    tensors = {name: _tensor(name, tensor, sizes) for name, tensor in index.tensors.items()}
+    tensors = check_tensors(index.tensors, [file.size for file in files])
+    return CheckpointIndex(position=index.position, objects=index.objects, tensors=tensors, files=files)
+
+
+def check_tensors(entries: Mapping[str, IndexEntry], file_sizes: Sequence[int]) -> dict[str, IndexedTensor]:
+    """Check that the chunks of each tensor fill it, and that no two chunks share bytes of the files of these sizes.
+
+    Raises:
+        DamagedFile: they do not.
+    """
+    sizes = np.array(file_sizes, np.int64)
+    tensors = {name: _tensor(name, entry, sizes) for name, entry in entries.items()}
     ranges = [tensor.chunks[:, :FIRST_OFFSET] for tensor in tensors.values()]
     _expect(not ranges or not overlap(np.concatenate(ranges)), "chunks whose bytes are apart")
-    return CheckpointIndex(position=index.position, objects=index.objects, tensors=tensors, files=files)
+    return tensors
 
 
 def _check_format(version: int) -> None:

@@ -24,13 +24,23 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import BLOCK, ITEM_BYTES, BlockReader
 from titanlab.checkpoint.folders import damaged, earlier_hint
 from titanlab.checkpoint.index import BYTES, FILE, START, CheckpointIndex, IndexedTensor, needed_spans
-from titanlab.checkpoint.storage import DamagedFile
-from titanlab.checkpoint.writer import bytes_of, dtype_named
+from titanlab.checkpoint.storage import BLOCK, ITEM_BYTES, BlockReader, DamagedFile
 from titanlab.errors import ConfigError
 from titanlab.records import OutcomeKind, classify, first_line
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, without a copy."""
+    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content).cast("B")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name in the index."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 class Reader(dcp.StorageReader):

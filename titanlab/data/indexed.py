@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from titanlab.data.contract import IGNORE, Batch, SampleStream, Separators
 from titanlab.data.shards import INDEX, ShardIndex
-from titanlab.data.source import check_sequences, check_validation
 from titanlab.errors import ConfigError
 
 _CHECKED_TOKENS = 1 << 20
@@ -230,25 +229,3 @@ class HeldOutRows:
                 yield np.zeros(seq_len, dtype=np.int64), np.full(seq_len, IGNORE, dtype=np.int64)
             else:
                 yield self._split.padded_row(row)
-
-
-def open_train(folder: Path, index: ShardIndex, *, seq_len: int, **how: Any) -> IndexedStream:
-    """The training stream of a folder of token shards; `how`: as in `DataSource.open_train`, with the fingerprint.
-
-    Raises:
-        ConfigError: the shards have less than one sequence, or `state` belongs to other data.
-    """
-    check_sequences(index, seq_len)
-    return IndexedStream(Split(folder, index, "train", seq_len), **how)
-
-
-def open_validation(
-    folder: Path, index: ShardIndex, *, seq_len: int, key: str, value: object, **how: int
-) -> HeldOutRows:
-    """The held-out rows of a folder of token shards.
-
-    Raises:
-        ConfigError: nothing was held out.
-    """
-    check_validation(index, key, value)
-    return HeldOutRows(Split(folder, index, "validation", seq_len), **how)

@@ -1,6 +1,8 @@
-from .flight_recorder import topology as topology
 from .hang import ANSWER_SECONDS as ANSWER_SECONDS
+from .hang import LEAST_LIMIT_SECONDS as LEAST_LIMIT_SECONDS
+from .hang import NATIVE_SIGN as NATIVE_SIGN
 from .hang import STATES as STATES
+from .hang import Watchdog as Watchdog
 from .hang import await_notes as await_notes
 from .hang import hangs_of_others as hangs_of_others
 from .hang import has_hung as has_hung
@@ -29,7 +31,6 @@ from .ranks import PARENT as PARENT
 from .ranks import PIDS_FILE as PIDS_FILE
 from .ranks import QUESTIONS as QUESTIONS
 from .ranks import Ranks as Ranks
-from .ranks import check_ranks as check_ranks
 from .ranks import free_port as free_port
 from .ranks import joined as joined
 from .ranks import look_seconds as look_seconds
@@ -46,7 +47,6 @@ from .stop import StoppedEarly as StoppedEarly
 from .stop import StopRequest as StopRequest
 from .stop import caught_signals as caught_signals
 from .stop import handled_signals as handled_signals
-from .stop import handlers_kept as handlers_kept
 from .stop import held_signals as held_signals
 from .stop import read_stop as read_stop
 from .stop import stop_request as stop_request
@@ -55,9 +55,7 @@ from .stop import stopped_early as stopped_early
 from .stop import write_stop as write_stop
 from .traffic import axis_groups as axis_groups
 from .traffic import marked_collectives as marked_collectives
+from .traffic import topology as topology
 from .traffic import traced as traced
-from .watchdog import LEAST_LIMIT_SECONDS as LEAST_LIMIT_SECONDS
-from .watchdog import NATIVE_SIGN as NATIVE_SIGN
-from .watchdog import Watchdog as Watchdog
 from .world import World as World
 from .world import open_world as open_world

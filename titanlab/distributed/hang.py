@@ -1,25 +1,37 @@
-"""When a run hangs: notes of ranks that cannot write one, and the verdict over the notes and records of all ranks.
+"""When a rank hangs: how it ends, what it leaves behind, and the verdict over all ranks.
 
-A rank that hangs writes a note (`distributed.watchdog`) as soon as its own limit or another rank's is reached. The
-process that started a rank runs on the same host: if the rank writes no note, that process writes one for it.
-`since` is when the ranks were started, in seconds since the epoch: older notes are of earlier attempts.
+The watchdog of a rank ends it if its step does not end: all stacks in its log, a note of the cause, a record for the
+diagnosis, exit code 71. It does the same as soon as another rank has left such a note. The process that started a rank
+runs on the same host: if the rank writes no note, that process writes one for it. `since` is when the ranks were
+started, in seconds since the epoch: older notes are of earlier attempts.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import faulthandler
+import math
 import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 from titanlab.errors import ConfigError
 from titanlab.records import (
+    CodeLine,
     Diagnosis,
     HangRecord,
     Outcome,
     OutcomeKind,
+    RankState,
     RunFolder,
     diagnose,
     different_calls,
@@ -28,14 +40,46 @@ from titanlab.records import (
     odd_calls,
     read_hang,
 )
-from titanlab.system import STOPPED, process_state
+from titanlab.system import STOPPED, process_state, trimmed
 
-# Time for a rank's own note after another rank's note of a hang; ranks look for such notes at least every 5 s.
+STEP_KEY = "training.step_timeout_seconds"
+FIRST_STEP_KEY = "training.first_step_timeout_seconds"
+# A step hangs if it takes at least this many times the usual time; a shorter one may only be slow.
+_SLOW = 10
+# The limit of a step if the config has none: the larger of this and _SLOW times the median step, once enough are known.
+LEAST_LIMIT_SECONDS = 60.0
+_FEWEST_STEPS = 3
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+# Modules of titanlab and of torch that read or write files: a rank inside them waits for a disk, not for a rank.
+_OWN_FILE_MODULES = (
+    *("data/", "techniques/tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
+    *("train/weights.py", "train/interchange.py", "train/starting_weights.py"),
+    *("train/dcp.py", "train/initialise.py"),
+    *("records/files.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
+)
+_TORCH_FILE_MODULES = ("torch/distributed/checkpoint/", "torch/serialization.py")
+# Longest time between two checks; with short limits the thread checks more often.
+_LOOK_SECONDS = 2.0
+# With more than 512 ranks each rank checks less often, to spare the file server, but often enough for ANSWER_SECONDS.
+_LOOKS_A_SECOND = 128
+_MOST_LOOK_SECONDS = 5.0
+# How long the CPU time of the main thread is measured, and the share of it in which a thread that computes has a core.
+BUSY_SECONDS = 0.5
+_BUSY_SHARE = 0.1
+# Between the note and the exit: the other ranks, which wait for this one, write their own stacks meanwhile.
+LINGER_SECONDS = 5.0
+# If native code holds the GIL, so that no thread can run, the timer of faulthandler ends the process this much later
+# than the thread would: stacks, exit code 1, no note.
+_NATIVE_MARGIN_SECONDS = 15.0
+# The text that faulthandler writes when its timer ends a process.
+NATIVE_SIGN = "Timeout ("
+_FRAMES = 60
+# Time for a rank's own note after another rank's note of a hang.
 ANSWER_SECONDS = 8.0
 _POLL_SECONDS = 0.2
 # Time for a process that is blocked in native code to write its stacks into its log.
 _STACKS_SECONDS = 0.5
-_MOST_NAMED = 8
 _MOST_RANKS = 1_000_000
 STATES: Mapping[str, str] = {
     "T": "its process is stopped (SIGSTOP)",
@@ -47,13 +91,272 @@ STATES: Mapping[str, str] = {
 }
 
 
-def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[Outcome]:
-    """Notes of hangs by other ranks in the run's newest attempt; empty if the notes cannot be read.
+class StepTimes:
+    """Durations of the steps of an attempt, in seconds, without the pauses between them."""
+
+    def __init__(self) -> None:
+        # The first step includes compilation, so later steps are not compared with it.
+        self._first: float | None = None
+        self._later: collections.deque[float] = collections.deque(maxlen=100)
+
+    def add(self, seconds: float) -> None:
+        if self._first is None:
+            self._first = seconds
+        else:
+            self._later.append(seconds)
+
+    def limit(self) -> float | None:
+        """The limit of a step if the config has none, in seconds; None until three steps after the first are known."""
+        return max(LEAST_LIMIT_SECONDS, _SLOW * self._median()) if len(self._later) >= _FEWEST_STEPS else None
+
+    def advice(self, key: str, limit: float | None) -> str:
+        """A text with step times, and the setting to try if this step was only slow."""
+        if self._first is None:
+            usual, times = 0.0, "no step is complete yet"
+        elif not self._later:
+            usual, times = self._first, f"the one step before it took {trimmed(self._first)} s"
+        else:
+            usual = self._median()
+            times = f"steps before it took {trimmed(usual)} s (median of {len(self._later)})"
+        if limit is None:
+            return times
+        if self._later and limit >= _SLOW * usual:
+            return f"{times}; {key}={limit:g}"
+        return f"{times}; if it was only slow, try {key}={math.ceil(max(2 * limit, _SLOW * usual))}"
+
+    def _median(self) -> float:
+        # Imported here: the launcher needs no statistics.
+        import statistics
+
+        return statistics.median(self._later)
+
+
+class _Phase(NamedTuple):
+    """What a rank does since `begin`, for at most `limit` seconds (config key `key`); step: the last complete step."""
+
+    where: str
+    step: int
+    begin: float
+    limit: float | None
+    key: str = FIRST_STEP_KEY
+
+
+class Watchdog:
+    """Watches one rank until `close`; the start of the process counts as a first step.
+
+    The training loop reports its phase, which costs one assignment; a thread compares it with the clock.
 
     Args:
-        rank: the rank whose own note is left out; None: no rank.
-        since: seconds since the epoch; older notes are from earlier attempts and do not count.
+        step_seconds: limit of a step; 0: no limit; None: `StepTimes.limit`, and `first_seconds` until it is known.
+        first_seconds: limit of the start, of the first step and of pauses; None: no limit.
+        note: called with the outcome of a rank that hangs, and with its record for the diagnosis (None: there is none),
+            before the process ends.
+        world: number of ranks that look for notes of others.
+        is_asked: whether another rank hangs, so that this rank must write its note too.
+        idle_waits: whether a rank that waits for others leaves its CPU core idle; with a GPU it polls.
     """
+
+    def __init__(
+        self,
+        *,
+        step_seconds: float | None,
+        first_seconds: float | None,
+        note: Callable[[Outcome, HangRecord | None], None],
+        rank: int = 0,
+        attempt: int = 1,
+        world: int = 1,
+        is_asked: Callable[[], bool] = lambda: False,
+        idle_waits: bool = True,
+    ) -> None:
+        self._is_asked, self._idle_waits = is_asked, idle_waits
+        self._step_seconds, self._first_seconds = step_seconds, first_seconds
+        self._note, self._rank, self._attempt = note, rank, attempt
+        self._times, self._stepped = StepTimes(), False
+        self._place: Callable[[], Mapping[str, Any]] = dict
+        self._phase = _Phase("the start", 0, time.monotonic(), first_seconds)
+        self._closed = threading.Event()
+        limits = [limit for limit in (step_seconds, first_seconds) if limit]
+        usual = min(_MOST_LOOK_SECONDS, max(_LOOK_SECONDS, world / _LOOKS_A_SECOND))
+        self._look_seconds = min([usual, *(limit / 4 for limit in limits)])
+        if limits or step_seconds is None:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def learn(self, place: Callable[[], Mapping[str, Any]]) -> None:
+        """Take the function that gives the fields of this rank's record that torch knows; see `topology`."""
+        self._place = place
+
+    def step(self, step: int) -> None:
+        """Note that a step begins; all steps before it are complete."""
+        now = time.monotonic()
+        if self._stepped:
+            self._times.add(now - self._phase.begin)
+        limit, key = self._first_seconds, FIRST_STEP_KEY
+        if self._stepped and self._step_seconds is not None:
+            limit, key = self._step_seconds or None, STEP_KEY
+        elif self._stepped and (usual := self._times.limit()) is not None:
+            limit, key = usual, STEP_KEY
+        self._stepped = True
+        self._phase = _Phase(f"step {step}", step - 1, now, limit, key)
+
+    @contextlib.contextmanager
+    def pausing(self, what: str, step: int) -> Iterator[None]:
+        """Inside the block, work between steps may take longer than a step."""
+        before, begin = self._phase, time.monotonic()
+        self._phase = _Phase(f"{what} after step {step}", step, begin, self._first_seconds)
+        try:
+            yield
+        finally:
+            self._phase = before._replace(begin=before.begin + time.monotonic() - begin)
+
+    def ending(self, step: int) -> None:
+        """Note that no step follows; the rest may take as long as a pause."""
+        self._phase = _Phase(f"the end after step {step}", step, time.monotonic(), self._first_seconds)
+
+    @property
+    def done(self) -> int:
+        """The last complete step."""
+        return self._phase.step
+
+    def record_of_error(self, error: BaseException) -> HangRecord:
+        """The record of a rank whose main thread has raised an error."""
+        frames = list(traceback.walk_tb(error.__traceback__))
+        return self._record(frames[::-1], "raised", self._phase, limit=None)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self) -> None:
+        while not self._closed.is_set():
+            phase = self._phase
+            left = None if phase.limit is None else phase.begin + phase.limit - time.monotonic()
+            if left is None:
+                faulthandler.cancel_dump_traceback_later()
+            elif left <= 0:
+                self._end(phase)
+            if self._is_asked():
+                self._end(phase, since=time.monotonic() - phase.begin)
+            if left is not None:
+                # As long as this thread can run, it restarts the timer before the timer acts.
+                faulthandler.dump_traceback_later(left + _NATIVE_MARGIN_SECONDS, exit=True)
+            self._closed.wait(self._look_seconds if left is None else min(self._look_seconds, left))
+        faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, phase: _Phase, *, since: float | None = None) -> NoReturn:
+        """Write down where this rank is, and end it; `since`: seconds in the phase, if another rank reached its limit.
+
+        A rank that waits for others, for a collective or its device, is a secondary failure (`echo`). A rank that is
+        anywhere else, or that computes, keeps the others waiting.
+        """
+        # The process ends even if writing the note hangs, on a file system that does not respond.
+        faulthandler.dump_traceback_later(BUSY_SECONDS + LINGER_SECONDS + _NATIVE_MARGIN_SECONDS, exit=True)
+        is_busy = self._idle_waits and main_thread_is_busy()
+        frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0]))
+        lines = _code_lines(frames)
+        # The caller of `queue.get` tells more than `queue.get`.
+        line = next((line for line in lines if not _is_standard(line.file)), lines[0])
+        state: RankState = "waits" if waits_for_others(line.file) else "stands"
+        if is_busy:
+            state = "computes"
+        if since is None:
+            event, limit = f"{phase.where} did not end within {phase.limit or 0.0:g} s", phase.limit
+        else:
+            event, limit = (
+                f"{phase.where} had not ended after {trimmed(since)} s, when another rank reached its limit",
+                None,
+            )
+        outcome = Outcome(
+            kind=OutcomeKind.HANG,
+            step=phase.step,
+            rank=self._rank,
+            attempt=self._attempt,
+            cause=f"{event}: rank {self._rank} {state} in {line}; {self._times.advice(phase.key, limit)}",
+            traceback="".join(["Traceback (most recent call last):\n", *traceback.format_stack(frames[0][0])]),
+            exit_code=OutcomeKind.HANG.exit_code,
+            echo=state == "waits",
+        )
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(f"{outcome.cause}. Stacks of all threads:\n")
+            sys.stderr.flush()
+        faulthandler.dump_traceback(file=2, all_threads=True)
+        record = None
+        with contextlib.suppress(Exception):
+            record = self._record(frames, state, phase, limit=limit)
+        with contextlib.suppress(Exception):
+            self._note(outcome, record)
+        time.sleep(LINGER_SECONDS)
+        os._exit(OutcomeKind.HANG.exit_code)
+
+    def _record(self, frames: Sequence[_Frame], state: RankState, phase: _Phase, *, limit: float | None) -> HangRecord:
+        activity, lines = "", []
+        for line in _code_lines(frames):
+            own = line.file.removeprefix(_PACKAGE) if line.file.startswith(_PACKAGE) else ""
+            if line.function == "next_batch" or own.startswith("data/"):
+                activity = activity or "data"
+            elif own.startswith("checkpoint/"):
+                activity = activity or "checkpoint"
+            lines.append(replace(line, file=f"titanlab/{own}") if own else line)
+        ours_or_users = (
+            line for line in lines if not _is_standard(line.file) and f"{os.sep}torch{os.sep}" not in line.file
+        )
+        known = {"groups": {}, "messages": None, "collectives": (), **self._place()}
+        return HangRecord(
+            rank=self._rank,
+            time=time.time(),
+            state=state,
+            phase=phase.where,
+            step=phase.step,
+            seconds=time.monotonic() - phase.begin,
+            limit=limit,
+            activity=activity,
+            source=next(ours_or_users, None),
+            stack=tuple(lines[:_FRAMES]),
+            **known,
+        )
+
+
+_Frame = tuple[FrameType, int]
+
+
+def _code_lines(frames: Sequence[_Frame]) -> list[CodeLine]:
+    return [CodeLine(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
+
+
+def main_thread_is_busy() -> bool:
+    """Whether the main thread of this process computes, or waits for a core, during half a second.
+
+    On a busy host a thread that computes may get less than a tenth of a core. False if Linux's scheduler keeps no
+    statistics, or the system is not Linux.
+    """
+
+    def used_nanoseconds() -> int:
+        running, waiting, *_ = Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()
+        return int(running) + int(waiting)
+
+    try:
+        begin = used_nanoseconds()
+        time.sleep(BUSY_SECONDS)
+        return used_nanoseconds() - begin >= _BUSY_SHARE * BUSY_SECONDS * 1e9
+    except (OSError, ValueError):
+        return False
+
+
+def _is_standard(file: str) -> bool:
+    """Whether a source file is in Python's standard library."""
+    return file.startswith("<frozen ") or (file.startswith(_STANDARD_LIBRARY) and "-packages" + os.sep not in file)
+
+
+def waits_for_others(file: str) -> bool:
+    """Whether a source file computes or communicates: those of torch and titanlab, unless they read or write files."""
+    if file.startswith(_PACKAGE):
+        return not file.removeprefix(_PACKAGE).startswith(_OWN_FILE_MODULES)
+    is_torch = f"{os.sep}torch{os.sep}" in file
+    return is_torch and not any(f"{os.sep}{part}" in file for part in _TORCH_FILE_MODULES)
+
+
+def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[Outcome]:
+    """Notes of hangs in the run's newest attempt by all ranks but this one; empty if the notes cannot be read."""
     try:
         notes = run.failures(run.newest_attempt())
     except (OSError, ValueError):
@@ -114,35 +417,28 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
     return True
 
 
-def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord] | None = None) -> Outcome:
+def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Outcome:
     """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis.
 
-    Args:
-        records: of the hang, by rank. Without records, the note of a rank that does not wait for others names the rank.
+    Without records, the note of a rank that does not wait for others names the rank.
     """
-    first, has_to_name = first_cause(notes), True
-    diagnosis: Diagnosis | None = None
+    first = first_cause(notes)
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]
     is_hang = first.kind is OutcomeKind.HANG
+    diagnosis: Diagnosis | None = None
     if not records:
-        if is_hang and (first.echo or is_silent(first)):
-            diagnosis = diagnosis_of(notes, world, {})
+        if not (is_hang and (first.echo or is_silent(first))):
+            return first
+        diagnosis = _diagnosis_of(notes, world, {})
     # A rank that ended with exit code 0 left the others silently.
     elif is_hang or first.echo or first.exit_code == 0:
-        diagnosis, has_to_name = diagnosis_of(notes, world, records), False
+        diagnosis = _diagnosis_of(notes, world, records)
     elif first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
         # If sizes differ, gloo ends the process that receives the message, or raises there; the sender is at fault.
         diagnosis = different_calls(records) or odd_calls(records, first.rank or 0)
         if diagnosis is not None:
             diagnosis = replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
-    if diagnosis is None or (has_to_name and not diagnosis.ranks):
-        if first.echo and 1 < len(hung) == world and len({note.step for note in hung}) == 1:
-            places = ", ".join(
-                f"rank {note.rank} {(note.cause or '').partition(f'rank {note.rank} waits ')[2].partition(';')[0]}"
-                for note in sorted(hung, key=lambda note: note.rank or 0)[:_MOST_NAMED]
-            )
-            cause = f"{_what_hangs(hung)}: all {world} ranks wait for each other: {places}{_advice(hung)}"
-            return replace(first, rank=None, cause=cause)
+    if diagnosis is None or not (records or diagnosis.ranks):
         return first
     cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
     if not diagnosis.ranks:
@@ -153,23 +449,22 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     return replace(note, kind=first.kind, cause=cause, echo=False)
 
 
-def diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Diagnosis:
+def _diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Diagnosis:
     """The diagnosis of an attempt whose ranks hung, or lost their connection to a rank."""
-    silent = {
-        note.rank: (note.cause or "").partition("does not answer: ")[2].partition(";")[0] or "nothing is known of it"
-        for note in notes
-        if note.rank is not None and is_silent(note)
-    }
-    ended = {
-        note.rank: note.cause or note.kind.meaning
-        for note in notes
-        if note.rank is not None and note.kind is not OutcomeKind.HANG and not note.echo
-    }
+    silent, ended, noted = {}, {}, set(records)
+    for note in notes:
+        if note.rank is None:
+            continue
+        noted.add(note.rank)
+        if is_silent(note):
+            why = (note.cause or "").partition("does not answer: ")[2].partition(";")[0]
+            silent[note.rank] = why or "nothing is known of it"
+        elif note.kind is not OutcomeKind.HANG and not note.echo:
+            ended[note.rank] = note.cause or note.kind.meaning
     if not any(note.kind is OutcomeKind.HANG for note in notes):
         # The processes of ranks without a note were not examined; other ranks lost their connection to them.
-        noted = {note.rank for note in notes} | set(records)
         ended |= {rank: "its process is gone and has left no record" for rank in range(world) if rank not in noted}
-    unread = {note.rank for note in notes if note.rank is not None} - set(records) - set(silent) - set(ended)
+    unread = noted - set(records) - set(silent) - set(ended)
     return diagnose(records, world=world, silent=silent, ended=ended, unread=unread)
 
 
@@ -216,7 +511,7 @@ def hung_attempt(run: RunFolder, attempt: int) -> HungAttempt:
         for note in notes
         if note.rank is not None and note.rank not in records
     }
-    diagnosis = diagnosis_of(notes, world, records)
+    diagnosis = _diagnosis_of(notes, world, records)
     return HungAttempt(diagnosis=diagnosis, records=records, others=others, damaged=damaged, world=world)
 
 
@@ -226,4 +521,4 @@ def world_of(run: RunFolder, attempt: int) -> int:
         world = run.config(attempt).get("world")
     except ConfigError:
         return 0
-    return world if isinstance(world, int) and not isinstance(world, bool) and 0 < world <= _MOST_RANKS else 0
+    return world if isinstance(world, int) and 0 < world <= _MOST_RANKS else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -91,21 +90,19 @@ def thread_variables(environ: Mapping[str, str], share: int, given: int | None) 
         environ: a number in it stays unless it exceeds the share; more threads than cores are much slower.
         given: `launch.threads`, which replaces every other number.
     """
-    is_kept = {name: given is None and _threads(environ.get(name, "")) <= share for name in _THREADS}
-    return {
-        name: str(given or share) for name in _THREADS if not is_kept[name] and (name in environ or name == _THREADS[0])
-    }
+    variables = {}
+    for name in _THREADS:
+        # A list has a number for each nested level.
+        first = environ.get(name, "").split(",")[0].strip()
+        is_kept = given is None and first.isdecimal() and 0 < int(first) <= share
+        if not is_kept and (name in environ or name == _THREADS[0]):
+            variables[name] = str(given or share)
+    return variables
 
 
 def thread_count(environ: Mapping[str, str]) -> int:
     """The number of torch's threads in a process whose variables `thread_variables` has completed."""
     return int((environ.get(_THREADS[1]) or environ[_THREADS[0]]).split(",")[0])
-
-
-def _threads(value: str) -> float:
-    # A list has a number for each nested level.
-    first = value.split(",")[0].strip()
-    return int(first) if first.isdecimal() and int(first) > 0 else math.inf
 
 
 def memory_bytes(root: Path = _ROOT) -> int | None:

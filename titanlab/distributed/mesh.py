@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -33,14 +32,14 @@ class Mesh:
     folded: Mapping[str, DeviceMesh]
     experts: DeviceMesh | None = None
 
-    def axis(self, name: str) -> DeviceMesh:
-        """The ranks that differ from this rank in one axis only."""
-        return self.folded[name] if name in self.folded else self._views[name]
-
     @functools.cached_property
     def _views(self) -> dict[str, DeviceMesh]:
         """One mesh object per axis: compiled blocks compare the meshes of tensors by identity, not by equality."""
-        return {str(name): self.root[name] for name in self.root.mesh_dim_names or ()}
+        return {**{str(name): self.root[name] for name in self.root.mesh_dim_names or ()}, **self.folded}
+
+    def axis(self, name: str) -> DeviceMesh:
+        """The ranks that differ from this rank in one axis only."""
+        return self._views[name]
 
     @property
     def data_parallel(self) -> DeviceMesh:
@@ -62,12 +61,7 @@ class Mesh:
 
     def coordinate(self, name: str) -> int:
         """This rank's number on an axis."""
-        if name not in FSDP_AXES:
-            return int(self.root.get_local_rank(name))
-        number = int(self.root.get_local_rank(self.layout.fsdp_name))
-        degrees = self.layout.degrees()
-        inner = math.prod(degrees[axis] for axis in FSDP_AXES[FSDP_AXES.index(name) + 1 :])
-        return number // inner % degrees[name]
+        return int(self._views[name].get_local_rank()) if name in self._views else 0
 
     @property
     def data_rank(self) -> int:
@@ -79,7 +73,7 @@ class Mesh:
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """Process groups by the name of their axis, or of FSDP2's joint dimension, where the degree is above 1."""
-        views = {**self._views, **{name: view for name, view in self.folded.items() if name != FSDP_AXES[0]}}
+        views = {name: view for name, view in self._views.items() if not (name in self.folded and name == FSDP_AXES[0])}
         if self.experts is not None:
             views |= {name: self.experts[name] for name in EXPERT_AXES}
         return {name: view.get_group() for name, view in views.items() if view.size() > 1}
@@ -97,17 +91,9 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         # Private, the same in torch 2.10 to 2.13. The public method, slicing a flattened dimension, is deprecated.
         unfolded = root[layout.fsdp_name]._unflatten(0, degrees, axes)
         folded = {name: unfolded[name] for name in axes}
-    return Mesh(layout=layout, root=root, folded=folded, experts=_expert_mesh(layout, device_type))
-
-
-def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:
-    """The ranks arranged for experts: ranks that divide experts among them are neighbours."""
-    if layout.expert == 1:
-        return None
-    sizes = {
-        "pipeline": layout.pipeline,
-        "replicate": layout.replicate,
-        "expert_shard": layout.expert_shard,
-        "expert": layout.expert,
-    }
-    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    experts = None
+    if layout.expert > 1:
+        # Ranks that divide experts among them are neighbours.
+        names = ("pipeline", "replicate", *EXPERT_AXES)
+        experts = init_device_mesh(device_type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
+    return Mesh(layout=layout, root=root, folded=folded, experts=experts)

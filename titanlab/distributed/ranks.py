@@ -29,7 +29,7 @@ _LOOK_SECONDS_A_RANK = 0.004
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """A process's rank in a run.
+    """A process's rank in a run. ConfigError: a number is outside its range.
 
     Attributes:
         rank, world: its number among all processes, and the number of processes.
@@ -50,6 +50,13 @@ class Ranks:
     started_by: str
     is_counted: bool = False
     has_own_gpu: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world:
+            cure = "start the processes with torchrun or srun"
+            raise ConfigError("RANK", self.rank, f"must lie in [0, {self.world})", cure)
+        if not 0 <= self.port < 65_536:
+            raise ConfigError("MASTER_PORT", self.port, "is not a port", "try MASTER_PORT=29500")
 
     def environment(self) -> dict[str, str]:
         """The variables that torch reads, and one of titanlab's."""
@@ -81,12 +88,12 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
     """The rank in torchrun's variables; None for a process without them.
 
     Raises:
-        ConfigError: one of the variables is missing or is not a number.
+        ConfigError: one of the variables is missing, or is not a number in its range.
     """
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     rank, world = number(environ, "RANK"), number(environ, "WORLD_SIZE")
-    ranks = Ranks(
+    return Ranks(
         rank=rank,
         world=world,
         local_rank=number(environ, "LOCAL_RANK", rank),
@@ -96,29 +103,16 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
         started_by="torchrun",
         has_own_gpu=_OWN_GPU in environ,
     )
-    check_ranks(ranks)
-    return ranks
-
-
-def check_ranks(ranks: Ranks) -> None:
-    """Check the numbers of a rank."""
-    if not 0 <= ranks.rank < ranks.world:
-        raise ConfigError(
-            "RANK", ranks.rank, f"must lie in [0, {ranks.world})", "start the processes with torchrun or srun"
-        )
-    if not 0 <= ranks.port < 65_536:
-        raise ConfigError("MASTER_PORT", ranks.port, "is no port", "try MASTER_PORT=29500")
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     """A whole number in a variable."""
     text = environ.get(name)
-    if text is None:
-        if default is None:
-            raise ConfigError(
-                name, None, "is not set, while others of its set are", "start with torchrun or srun, or unset RANK"
-            )
+    if text is None and default is not None:
         return default
+    if text is None:
+        cure = "start with torchrun or srun, or unset RANK"
+        raise ConfigError(name, None, "is not set, while others of its set are", cure)
     try:
         return int(text)
     except ValueError:
@@ -136,31 +130,22 @@ _TRIES = 100
 def free_port() -> int:
     """A TCP port of this host that can be bound now, on all addresses.
 
-    It is outside the range from which the kernel takes ports for outgoing connections. A port of that range may be
-    taken before rank 0 listens on it, a second or more later.
+    It is outside the range from which the kernel takes ports for outgoing connections, if that is possible. A port of
+    that range may be taken before rank 0 listens on it, a second or more later.
     """
     try:
         below = int(_RANGE_FILE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         below = _USUAL_START
-    for _ in range(_TRIES if below > _LOWEST else 0):
-        port = random.SystemRandom().randrange(_LOWEST, below)
-        if _bound(port):
-            return port
-    return _bound(0)
-
-
-def _bound(port: int) -> int:
-    """The port that this bind got, or 0 if it is in use."""
-    with socket.socket() as probe:
-        try:
+    draw = random.SystemRandom().randrange
+    for port in [*(draw(_LOWEST, below) for _ in range(_TRIES if below > _LOWEST else 0)), 0]:
+        with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("", port))
-        except OSError:
-            return 0
-        return int(probe.getsockname()[1])
+            return int(probe.getsockname()[1])
+    raise OSError("no TCP port of this host is free")
 
 
-_LOOPBACKS = ("127.0.0.1", "::1")
+LOOPBACK = "127.0.0.1"
 _INTERFACES = ("lo", "lo0")  # Linux; macOS and the BSDs
 
 
@@ -172,28 +157,13 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def loopback_address() -> str | None:
-    """The loopback address on which a process can listen: IPv4, else IPv6; None: there is none."""
-    for address in _LOOPBACKS:
-        with contextlib.suppress(OSError), listen(address, 0):
-            return address
-    return None
-
-
 def loopback_interface() -> str | None:
     """The name of the loopback interface; None: unknown."""
-    with contextlib.suppress(OSError):
-        names = {name for _, name in socket.if_nameindex()}
-        return next((name for name in _INTERFACES if name in names), None)
-    return None
+    return next((name for _, name in socket.if_nameindex() if name in _INTERFACES), None)
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on this address only.
-
-    Raises:
-        OSError: another process has the port.
-    """
+    """A socket that listens on this address only; OSError: another process has the port."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         # Connections of a run that has just ended are in TIME_WAIT, which would block the port.

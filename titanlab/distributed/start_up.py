@@ -25,7 +25,7 @@ class StartUp:
     def __init__(self, begun: Mapping[str, float] | None = None, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._begun = list((begun or {}).items())
-        self._show: Callable[[str | None], None] | None = None
+        self._show: Callable[[str | None], None] = lambda text: None
         self._ended = False
 
     def show_by(self, show: Callable[[str | None], None]) -> None:
@@ -41,14 +41,12 @@ class StartUp:
         assert phase in PHASES
         if not self._ended:
             self._begun.append((phase, self._clock()))
-        if self._show is not None:
-            self._show(text)
+        self._show(text)
 
     def show_no_more(self) -> None:
         """Stop showing phases: the recorder takes over."""
-        if self._show is not None:
-            self._show(None)
-        self._show = None
+        self._show(None)
+        self._show = lambda text: None
 
     def begin_after(self, ended: float) -> None:
         """Count from the end of an earlier attempt, if the same launcher made that attempt.

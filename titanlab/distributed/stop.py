@@ -9,13 +9,12 @@ ignore its signals; the process that has started a worker finds out why, writes 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -68,7 +67,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal = 0
         self.cause: str | None = None
-        self.ends_at_once = False
+        self.ends_at_once = self._is_due = False
         self._patience = 0.0
 
     @contextlib.contextmanager
@@ -81,11 +80,15 @@ class StopRequest:
                 fails, and both may fail for the same reason.
         """
         self.ends_at_once, self._patience = active, patience_seconds
+
+        def wake(number: int, frame: FrameType | None) -> None:
+            if self.ends_at_once and self._is_due:
+                raise StoppedEarly
+
         try:
             if active and self.signal:
                 raise StoppedEarly
-            # A handler, because only a signal that Python handles interrupts a system call.
-            with handled_signals((signal.SIGCONT,) if active and _in_main_thread() else (), lambda number, frame: None):
+            with handled_signals((signal.SIGCONT,) if active and _in_main_thread() else (), wake):
                 yield
         finally:
             self.ends_at_once = False
@@ -102,25 +105,18 @@ class StopRequest:
     def note(self, number: int, cause: str | None) -> None:
         """Set the flag; any thread may call it."""
         self.cause, self.signal = cause, number
-        if not self.ends_at_once:
-            return
-        if self._patience:
-            timer = threading.Timer(self._patience, self._raise_in_main_thread)
+        if self.ends_at_once and self._patience:
+            timer = threading.Timer(self._patience, self._wake_main_thread)
             timer.daemon = True
             timer.start()
-        elif _in_main_thread():
-            raise StoppedEarly
-        else:
-            self._raise_in_main_thread()
+        elif self.ends_at_once:
+            self._wake_main_thread()
 
-    def _raise_in_main_thread(self) -> None:
-        """The error is raised when the main thread next runs Python code."""
-        if not self.ends_at_once:
-            return
-        main = threading.main_thread().ident or 0
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(StoppedEarly))
-        # Interrupt a system call in which the main thread may wait, such as for a stopped compiler.
-        signal.pthread_kill(main, signal.SIGCONT)
+    def _wake_main_thread(self) -> None:
+        """Let the handler of SIGCONT raise: only a signal interrupts a system call, such as a wait for a compiler."""
+        self._is_due = True
+        if self.ends_at_once:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCONT)
 
 
 class Impatient(TitanlabError):
@@ -138,16 +134,6 @@ class StoppedEarly(BaseException):
     """
 
 
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def caught_signals() -> tuple[int, ...]:
-    """The signals that ask a run to stop; SIGHUP (a closed terminal) only if it is not ignored (`nohup`)."""
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGHUP)
-
-
 def stopped_early(request: StopRequest, *, rank: int, attempt: int, when: str = "") -> Outcome:
     """The outcome of a rank that was asked to stop before its first step was done.
 
@@ -163,36 +149,55 @@ def stopped_early(request: StopRequest, *, rank: int, attempt: int, when: str = 
 
 def stopped_before_start(number: int, *, attempt: int) -> Outcome:
     """The outcome of an attempt whose launcher received a stop signal before it had started ranks."""
-    # A closed terminal ends a run as Ctrl-C does.
     meant = signal.SIGINT if number == signal.SIGHUP else number
     return _stopped(meant, _cause(number), "before its ranks were started", None, attempt)
 
 
 def _stopped(number: int, cause: str | None, when: str, rank: int | None, attempt: int) -> Outcome:
-    """The outcome of an attempt that a signal has ended before the end of its first step."""
     kind = STOPS[number]
     cause = cause or f"asked to end by {signal.Signals(number).name}; the run can be resumed"
     return Outcome(kind=kind, rank=rank, attempt=attempt, cause=f"{cause} ({when})", exit_code=kind.exit_code)
 
 
+def _cause(number: int) -> str | None:
+    """The known cause of a signal to this process."""
+    if number == signal.SIGHUP:
+        return "its terminal was closed (SIGHUP); the run can be resumed"
+    return _LAUNCHER_GONE if number == signal.SIGTERM and _launcher_is_gone() else None
+
+
+def _launcher_is_gone() -> bool:
+    parent = os.environ.get(PARENT)
+    return parent is not None and os.getppid() != int(parent)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def caught_signals() -> tuple[int, ...]:
+    """The signals that ask a run to stop; SIGHUP (a closed terminal) only if it is not ignored (`nohup`)."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGHUP)
+
+
 @contextlib.contextmanager
-def handlers_kept(numbers: Iterable[int]) -> Iterator[None]:
-    """Restore the handlers of these signals when the block ends."""
+def handled_signals(numbers: Sequence[int], handler: Handler | None = None) -> Iterator[None]:
+    """Handle these signals inside the block, also signals that were ignored; then restore their handlers.
+
+    Main thread only.
+
+    Args:
+        handler: None: the block sets the handlers.
+    """
     before = {number: signal.getsignal(number) for number in numbers}
     try:
+        for number in numbers if handler is not None else ():
+            signal.signal(number, handler)
         yield
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
-
-
-@contextlib.contextmanager
-def handled_signals(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
-    """Handle these signals inside the block, also signals that were ignored. Main thread only."""
-    with handlers_kept(numbers):
-        for number in numbers:
-            signal.signal(number, handler)
-        yield
 
 
 @contextlib.contextmanager
@@ -223,7 +228,8 @@ def held_signals(
 def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iterator[StopRequest]:
     """Let the signals of STOPS set a flag instead of ending the process; a signal over a second later raises.
 
-    A worker of a job ignores SIGTERM since its start; only SIGHUP counts there.
+    A worker of a job ignores SIGTERM since its start; only SIGHUP counts there. The death of the launcher is a request
+    too.
 
     One request may arrive as several signals at once: from a terminal and from a launcher, or from the kernel, which
     signals the death of a parent once for each thread of the parent.
@@ -235,61 +241,40 @@ def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iter
     """
     request = StopRequest()
     first = 0.0
+    closed = threading.Event()
     if not _in_main_thread():
         yield request
         return
 
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal first
-        if not first:
-            first = time.monotonic()
-            if not request.signal:
-                told = reason() if number == signal.SIGHUP else None
-                if told is not None:
-                    request.note(_signal_for(told.kind), told.cause)
-                else:
-                    # Use a signal of STOPS, because ranks add up one flag for each. A closed terminal ends a run as
-                    # Ctrl-C does.
-                    request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
-        elif time.monotonic() - first > ONE_REQUEST_SECONDS:
-            raise KeyboardInterrupt
+        if first:
+            if time.monotonic() - first > ONE_REQUEST_SECONDS:
+                raise KeyboardInterrupt
+            return
+        first = time.monotonic()
+        if request.signal:
+            return
+        told = reason() if number == signal.SIGHUP else None
+        if told is not None:
+            # SIGTERM comes after the signal that only a scheduler sends.
+            request.note(next(stop for stop, kind in STOPS.items() if kind is told.kind), told.cause)
+        else:
+            # A signal of STOPS, because ranks add up one flag for each; a closed terminal ends a run as Ctrl-C does.
+            request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
 
-    in_a_job = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    with handled_signals((signal.SIGHUP,) if in_a_job else caught_signals(), handler), _launcher_watched(request):
-        yield request
-
-
-def _signal_for(kind: OutcomeKind) -> int:
-    return {stop_kind: int(number) for number, stop_kind in STOPS.items() if number != signal.SIGTERM}[kind]
-
-
-@contextlib.contextmanager
-def _launcher_watched(request: StopRequest) -> Iterator[None]:
-    """Inside the block, the death of the launcher is a stop request too."""
-    closed = threading.Event()
-
-    def watch() -> None:
+    def watch_launcher() -> None:
         while not closed.wait(_LAUNCHER_LOOK_SECONDS):
             if _launcher_is_gone():
                 if not request.signal:
                     request.note(signal.SIGTERM, _LAUNCHER_GONE)
                 return
 
-    if PARENT in os.environ:
-        threading.Thread(target=watch, name="launcher", daemon=True).start()
-    try:
-        yield
-    finally:
-        closed.set()
-
-
-def _cause(number: int) -> str | None:
-    """The known cause of a signal to this process."""
-    if number == signal.SIGHUP:
-        return "its terminal was closed (SIGHUP); the run can be resumed"
-    return _LAUNCHER_GONE if number == signal.SIGTERM and _launcher_is_gone() else None
-
-
-def _launcher_is_gone() -> bool:
-    parent = os.environ.get(PARENT)
-    return parent is not None and os.getppid() != int(parent)
+    in_a_job = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    with handled_signals((signal.SIGHUP,) if in_a_job else caught_signals(), handler):
+        if PARENT in os.environ:
+            threading.Thread(target=watch_launcher, name="launcher", daemon=True).start()
+        try:
+            yield request
+        finally:
+            closed.set()

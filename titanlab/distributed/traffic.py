@@ -1,14 +1,17 @@
-"""Communication of a region of code: every collective and point-to-point message, counted when it is issued."""
+"""Collectives and messages of this process: counted when they are issued, or read from torch's Flight Recorder."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import operator
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -24,6 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from titanlab.costs import Traffic
 from titanlab.distributed.mesh import EXPERT_AXES, Mesh
+from titanlab.distributed.world import BESIDE
+from titanlab.records import Collective, GroupRecord, Messages
 
 
 def axis_groups(mesh: Mesh) -> dict[str, str]:
@@ -54,7 +59,7 @@ def traced(axes: Mapping[str, str]) -> Iterator[Traffic]:
         axes: name of a process group → axis; see `axis_groups`. Other groups are counted as `other`.
     """
     traffic = Traffic()
-    with _Tracer(axes, traffic):
+    with _Tracer(axes, traffic.add):
         yield traffic
 
 
@@ -64,7 +69,12 @@ def marked_collectives(axes: Mapping[str, str]) -> Iterator[None]:
 
     gloo's own events do not name their process group.
     """
-    with _Marker(axes, Traffic()):
+
+    def mark(axis: str, kind: str, size: int, *, ranks: int, own: int | None) -> None:
+        with record_function(f"titanlab.issue:{axis}:{kind}"):
+            pass
+
+    with _Tracer(axes, mark):
         yield
 
 
@@ -72,9 +82,10 @@ class _Tracer(TorchDispatchMode):
     # Compiled code that recomputes a block wraps attention in higher-order operators, which keep the generators' state.
     supports_higher_order_operators = True
 
-    def __init__(self, axes: Mapping[str, str], traffic: Traffic) -> None:
+    def __init__(self, axes: Mapping[str, str], note: Callable[..., None]) -> None:
+        """`note`: called as `Traffic.add` before each collective or message."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._axes, self._traffic = axes, traffic
+        self._axes, self._note = axes, note
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -113,77 +124,121 @@ class _Tracer(TorchDispatchMode):
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = [argument.name for argument in func._schema.arguments]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        group_argument = arguments.get("process_group", arguments.get("group_name"))
-        if group_argument is None:
+        group = arguments.get("process_group", arguments.get("group_name"))
+        if group is None:
             return  # an operator that waits for a collective that has been counted
-        group = _group(group_argument)
+        if isinstance(group, torch.ScriptObject):
+            group = dist.ProcessGroup.unbox(group)
+        elif not isinstance(group, dist.ProcessGroup):
+            group = _resolve_process_group(group)
         name = func._schema.name.rpartition(":")[2]
-        kind, size = next((entry for word, entry in _KINDS.items() if word in name), (name, _INPUT))
-        axis, ranks = self._axes.get(group.group_name, "other"), group.size()
-        self._note(axis, kind, size(arguments, ranks), ranks=ranks, own=_own(kind, arguments, group))
-
-    def _note(self, axis: str, kind: str, size: int, *, ranks: int, own: int | None) -> None:
-        self._traffic.add(axis, kind, size, ranks=ranks, own=own)
-
-
-class _Marker(_Tracer):
-    def _note(self, axis: str, kind: str, size: int, *, ranks: int, own: int | None) -> None:
-        with record_function(f"titanlab.issue:{axis}:{kind}"):
-            pass
-
-
-def _group(argument: Any) -> dist.ProcessGroup:
-    """The process group in an operator's argument: a name, the group itself, or the dispatcher's boxed group."""
-    if isinstance(argument, dist.ProcessGroup):
-        return argument
-    if isinstance(argument, torch.ScriptObject):
-        return dist.ProcessGroup.unbox(argument)
-    return _resolve_process_group(argument)
+        kind = next((kind for word, kind in _KINDS.items() if word in name), name)
+        own, size = None, _bytes_of_first(arguments, _OUTPUTS if kind in ("all_gather", "gather") else _INPUTS)
+        if kind == "barrier":
+            size = 0
+        elif kind == "all_gather" and "group_size" in arguments:
+            # Functional collectives have no output argument.
+            size = _bytes_of_first(arguments, _INPUTS) * group.size()
+        elif kind == "all_to_all" and arguments.get("input_split_sizes"):
+            # Of unequal parts, a rank keeps one of its own input.
+            own = int(arguments["input_split_sizes"][group.rank()]) * arguments["input"][:1].nbytes
+        self._note(self._axes.get(group.group_name, "other"), kind, size, ranks=group.size(), own=own)
 
 
-def _first(*names: str) -> Callable[[dict[str, Any], int], int]:
-    """A function that gives the bytes of the first argument with one of these names."""
-
-    def size(arguments: dict[str, Any], ranks: int) -> int:
-        tensors = next((arguments[name] for name in names if name in arguments), None)
-        return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
-
-    return size
+def _bytes_of_first(arguments: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The bytes of the first argument with one of these names."""
+    tensors = next((arguments[name] for name in names if name in arguments), None)
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor))
 
 
-def _gathered(arguments: dict[str, Any], ranks: int) -> int:
-    # Functional collectives have no output argument.
-    if "group_size" in arguments:
-        return _INPUT(arguments, ranks) * ranks
-    return _first("output_tensors", "output_lists", "output_tensor", "outputs")(arguments, ranks)
-
-
-def _own(kind: str, arguments: dict[str, Any], group: dist.ProcessGroup) -> int | None:
-    """Bytes of its own input that a rank keeps in an `all_to_all` of unequal parts."""
-    splits = arguments.get("input_split_sizes") if kind == "all_to_all" else None
-    if not splits:
-        return None
-    row: Tensor = arguments["input"][:1]
-    return int(splits[group.rank()]) * row.nbytes
-
-
-_INPUT = _first("input_tensors", "input_list", "input_tensor", "inputs", "input", "tensors", "tensor")
+_INPUTS = ("input_tensors", "input_list", "input_tensor", "inputs", "input", "tensors", "tensor")
+_OUTPUTS = ("output_tensors", "output_lists", "output_tensor", "outputs")
 _COMPOSED = {DTensor, AsyncCollectiveTensor}
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # The first of these words in an operator's name gives its kind: torch spells some kinds in a dozen ways.
-_KINDS: dict[str, tuple[str, Callable[[dict[str, Any], int], int]]] = {
-    "allgather": ("all_gather", _gathered),
-    "all_gather": ("all_gather", _gathered),
-    "reduce_scatter": ("reduce_scatter", _INPUT),
-    "allreduce": ("all_reduce", _INPUT),
-    "all_reduce": ("all_reduce", _INPUT),
-    "alltoall": ("all_to_all", _INPUT),
-    "all_to_all": ("all_to_all", _INPUT),
-    "broadcast": ("broadcast", _INPUT),
-    "reduce_": ("reduce", _INPUT),
-    "gather_": ("gather", _gathered),
-    "scatter_": ("scatter", _INPUT),
-    "barrier": ("barrier", lambda arguments, ranks: 0),
-    "send": ("send", _INPUT),
-    "recv": ("recv", _INPUT),
+_KINDS = {
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce_": "reduce",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
 }
+
+# Number of last collectives in a record of a hang. They must span more than one step of the training.
+KEPT = 1000
+_DUMP_SECONDS = 2.0
+# One dump for each backend's Flight Recorder; a build of torch without CUDA has only the first. Private: no public
+# function. Only dumps in JSON are read: the others are pickles.
+_DUMPS: tuple[Callable[[], bytes] | None, ...] = (
+    getattr(c10d, "_dump_fr_trace_json", None),
+    getattr(c10d, "_dump_nccl_trace_json", None),
+)
+
+
+def topology(mesh: Mesh, messages: Callable[[], Messages | None] = lambda: None) -> Callable[[], Mapping[str, Any]]:
+    """A function that gives what `HangRecord` holds of this rank's place in a mesh and of its communication.
+
+    Args:
+        messages: returns the state of the pipeline's sends and receives; None without a pipeline.
+    """
+    groups, axes = dict(mesh.groups()), axis_groups(mesh)
+    if dist.group.WORLD is not None:
+        groups["world"] = dist.group.WORLD
+    place = {
+        "groups": {
+            group.group_name: GroupRecord(
+                axes.get(group.group_name, "other"), tuple(dist.get_process_group_ranks(group))
+            )
+            for group in groups.values()
+        },
+        "coordinates": {axis: mesh.coordinate(axis) for axis, degree in mesh.layout.degrees().items() if degree > 1},
+    }
+    return lambda: {**place, "messages": messages(), "collectives": tuple(last_collectives())}
+
+
+def last_collectives(kept: int = KEPT) -> list[Collective]:
+    """The last collectives that this process has called, oldest first; empty if the recorder is off.
+
+    torch keeps the last TORCH_FR_BUFFER_SIZE collectives in a ring in memory. With gloo torch 2.13 records no sends and
+    receives, and no times. Leaves out collectives of `World.beside`: another thread calls these, and the training does
+    not wait for them.
+    """
+    calls: dict[tuple[Any, ...], Collective] = {}
+    for dump in filter(None, _DUMPS):
+        entries: list[dict[str, Any]] = []
+
+        def read(dump: Callable[[], bytes] = dump, entries: list[dict[str, Any]] = entries) -> None:
+            entries.extend(json.loads(dump()).get("entries", []))
+
+        # In a thread, because the thread that hangs may hold the recorder's lock.
+        thread = threading.Thread(target=read, name="flight-recorder", daemon=True)
+        thread.start()
+        thread.join(_DUMP_SECONDS)
+        for entry in entries:
+            group, *descriptions = entry.get("process_group") or [""]
+            if BESIDE in descriptions:
+                continue
+            is_message = bool(entry.get("is_p2p"))
+            call = Collective(
+                group=str(group),
+                sequence=entry.get("p2p_seq_id" if is_message else "collective_seq_id", 0),
+                operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
+                sizes=tuple(map(tuple, entry.get("input_sizes", []))),
+                dtypes=tuple(entry.get("input_dtypes", [])),
+                is_message=is_message,
+                # With gloo the state stays `scheduled`, and a complete collective is retired.
+                is_done=bool(entry.get("retired")) or entry.get("state") == "completed",
+                created=entry.get("time_created_ns", 0) / 1e9,
+            )
+            # Both dumps may hold the same recorder's collectives.
+            calls[call.group, call.is_message, call.sequence, call.created] = call
+    return sorted(calls.values(), key=lambda call: call.created)[-kept:]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib
 import os
 import random
 import socket
@@ -14,10 +13,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from titanlab.distributed.ranks import Ranks, is_one_host, listen, loopback_address, loopback_interface
+from titanlab.distributed.ranks import LOOPBACK, Ranks, is_one_host, listen, loopback_interface
 from titanlab.distributed.stop import StoppedEarly
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records import named
@@ -102,8 +102,9 @@ BESIDE = "beside"
 """Description of the group of `World.beside`: its collectives do not belong to a step."""
 _JOIN_SECONDS = 600.0
 _NO_LIMIT = datetime.timedelta(days=30)
-# Longest time between two looks of ranks that wait for others: a tenth of the time that they have waited, at most this.
-_MOST_LOOK_SECONDS = 1.0
+# Longest pauses between two looks of a rank that waits for others, in a job of up to 100 ranks and in a larger one.
+_USUAL_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 1.0, 6.0
+_LOOKS_A_SECOND = 100
 # After this time the user is told which ranks have not come.
 _TOLD_SECONDS = 5.0
 _ALL_HERE = "titanlab/all ranks are here"
@@ -132,9 +133,8 @@ def open_world(
     """
     device = _select_device(accelerator, ranks)
     random.seed(seed)
-    with contextlib.suppress(ImportError):
-        # For third-party code that draws from NumPy's global generator; titanlab itself does not.
-        importlib.import_module("numpy").random.seed(seed % 2**32)
+    # For third-party code that draws from NumPy's global generator; titanlab itself does not.
+    np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -185,8 +185,6 @@ def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> N
             "gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1
         )
         return
-    # Objects and CPU tensors need gloo, also where CUDA tensors use NCCL.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     wait = _Wait(ranks, waits)
     try:
         store = _store(ranks, wait)
@@ -201,7 +199,8 @@ def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> N
     except StoppedEarly:
         raise StoppedEarly(f"while it waited for {wait.absent()}") from None
     dist.init_process_group(
-        backend,
+        # Objects and CPU tensors need gloo, also where CUDA tensors use NCCL.
+        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
         rank=ranks.rank,
         world_size=ranks.world,
@@ -224,7 +223,7 @@ class _Wait:
         self.absent: Callable[[], str] = lambda: "torchrun's agent" if _is_agents_store() else "rank 0"
 
     def pause(self) -> None:
-        """Wait before the next look."""
+        """Wait before the next look, longer and longer, and tell which ranks keep this rank waiting."""
         waited = time.monotonic() - self._begin
         if waited >= _JOIN_SECONDS:
             where = f"the rendezvous of {self._ranks.world} ranks at {self._ranks.address}:{self._ranks.port}"
@@ -235,7 +234,9 @@ class _Wait:
             if text != self._told:
                 self._told = text
                 self._waits(text)
-        time.sleep(min(_MOST_LOOK_SECONDS, max(0.005, waited / 10)))
+        # The ranks of a large job look less often: all of them together a hundred times a second.
+        least = min(_MOST_PAUSE_SECONDS, self._ranks.world / _LOOKS_A_SECOND)
+        time.sleep(max(least, min(_USUAL_PAUSE_SECONDS, waited / 10)))
 
 
 def _store(ranks: Ranks, wait: _Wait) -> dist.TCPStore:
@@ -244,13 +245,16 @@ def _store(ranks: Ranks, wait: _Wait) -> dist.TCPStore:
     torch's store listens on all addresses of the host; anyone who reaches it can read and change what ranks exchange.
     The store of ranks that are all on this host listens on the loopback.
     """
-    own_address = loopback_address() if is_one_host(ranks) and not _is_agents_store() else None
+    is_own = is_one_host(ranks) and not _is_agents_store()
     is_master = ranks.rank == 0 and not _is_agents_store()
-    address = own_address or ranks.address
+    address = LOOPBACK if is_own else ranks.address
     # `detach`, because the store closes the descriptor.
-    listener = listen(address, ranks.port).detach() if is_master and own_address is not None else None
+    listener = listen(address, ranks.port).detach() if is_master and is_own else None
     while not is_master:
-        with contextlib.suppress(OSError), socket.create_connection((address, ranks.port), timeout=_MOST_LOOK_SECONDS):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, ranks.port), timeout=_USUAL_PAUSE_SECONDS),
+        ):
             break
         wait.pause()
     return dist.TCPStore(

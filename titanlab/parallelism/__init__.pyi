@@ -3,9 +3,6 @@ from .context import check_attention as check_attention
 from .context import positions as positions
 from .context import spread_attention as spread_attention
 from .expert import spread_experts as spread_experts
-from .gradients import Gradients as Gradients
-from .gradients import scale_gradients as scale_gradients
-from .gradients import sum_gradients as sum_gradients
 from .loss import IGNORE as IGNORE
 from .loss import ChunkedLoss as ChunkedLoss
 from .loss import Columns as Columns
@@ -17,10 +14,13 @@ from .pipeline import Pipeline as Pipeline
 from .pipeline_weights import join_products as join_products
 from .schema import Parallelism as Parallelism
 from .shard import ExpertModules as ExpertModules
+from .shard import Gradients as Gradients
 from .shard import Sharded as Sharded
 from .shard import fully_shard_model as fully_shard_model
 from .shard import keep_whole as keep_whole
 from .shard import replicate_model as replicate_model
+from .shard import scale_gradients as scale_gradients
+from .shard import sum_gradients as sum_gradients
 from .shard import symmetric_memory_setter as symmetric_memory_setter
 from .tensor import STYLES as STYLES
 from .tensor import TensorParallel as TensorParallel

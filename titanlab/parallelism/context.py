@@ -1,30 +1,39 @@
 """Context parallelism: each rank of a group has two chunks of every sequence, and attention exchanges keys and values.
 
-There are two exchanges: `ring` and `all_gather` (see `exchanges.py`). Either one is inside a custom operator with its
-own backward: in compiled code the communication causes no graph break, and activation checkpointing sees one named
-operator.
+With n ranks a sequence is cut into 2n chunks, and rank r has chunks r (its head) and 2n−1−r (its tail), so that every
+rank has the same work. For the keys of other ranks:
+
+- an *earlier* rank s < r: its head comes before all local rows, its tail after all of them;
+- a *later* rank s > r: both its chunks come before the local tail and after the local head.
+
+So the causal mask is needed only within each chunk, and every other part is a full rectangle. Partial results are
+merged by the logarithms of their denominators (arXiv 1805.02867): no matrix of scores and no mask is ever stored.
+
+There are two exchanges, `Ring` and `GatherKv`. Either one is inside a custom operator with its own backward: in
+compiled code the communication causes no graph break, and activation checkpointing sees one named operator.
+
+Shapes: tensors are sent and stored as [batch, seq, heads, head_dim]; kernels get the transposed view.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import P2POp, ProcessGroup, Work, all_to_all_single, batch_isend_irecv, irecv, isend
 
 from titanlab.costs import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
-from titanlab.parallelism import exchanges
-from titanlab.parallelism.attention_kernels import choose
-from titanlab.parallelism.collectives import group_named
-from titanlab.parallelism.exchanges import DocumentChunks, GatherKv, Ring
-from titanlab.techniques.model.attention import InnerAttention
-from titanlab.techniques.model.documents import HostStarts, result_like
+from titanlab.parallelism.attention_kernels import AttentionKernel, Gradients, choose
+from titanlab.parallelism.collectives import all_gather_single, group_named
+from titanlab.techniques.model.attention import HostStarts, InnerAttention, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
 
-EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather": GatherKv}
 # Largest number of tokens for trying attention of another class: longer than the usual windows of 4,096.
 _TRIED = 4608
 
@@ -38,7 +47,7 @@ def positions(seq_len: int, *, ranks: int, rank: int) -> Tensor:
     if seq_len % (2 * ranks) or not seq_len:
         raise ValueError(f"a sequence of {seq_len} tokens has no {2 * ranks} equal chunks, two a rank")
     chunks = torch.arange(seq_len).view(2 * ranks, -1)
-    return torch.cat([chunks[number] for number in exchanges.owned(rank, ranks)])
+    return torch.cat([chunks[number] for number in owned(rank, ranks)])
 
 
 class ContextAttention(nn.Module):
@@ -126,8 +135,9 @@ def attention(
     """The output of `ContextAttention`, and the logarithms of denominators [batch, heads, seq / ranks], float32."""
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     q, k, v = map(_sequence_first, (q, k, v))
-    exchange = EXCHANGES[method]((k, v), group_named(group))
-    out, lse = exchanges.forward(exchange, q, k, v, chosen, _documents(starts, group))
+    ranks = group_named(group)
+    chunks = Chunks(starts, rank=ranks.rank(), ranks=ranks.size())
+    out, lse = forward(EXCHANGES[method]((k, v), ranks), q, k, v, chosen, chunks)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -146,14 +156,15 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
     grad, q, k, v, out, lse = map(_sequence_first, (grad, q, k, v, out, lse))
-    exchange = EXCHANGES[method]((k, v), group_named(group))
-    dq, dk, dv = exchanges.backward(exchange, grad, q, k, v, out, lse, chosen, _documents(starts, group))
+    ranks = group_named(group)
+    chunks = Chunks(starts, rank=ranks.rank(), ranks=ranks.size())
+    dq, dk, dv = backward(EXCHANGES[method]((k, v), ranks), grad, q, k, v, out, lse, chosen, chunks)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=exchanges.accumulator(q.dtype))
+    lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator(q.dtype))
     return result_like(q), lse.transpose(1, 2)
 
 
@@ -176,11 +187,375 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
 attention.register_autograd(_differentiate, setup_context=_keep)
 
 
-def _documents(starts: Tensor | None, group: str) -> DocumentChunks | None:
-    ranks = group_named(group)
-    return None if starts is None else DocumentChunks(starts, rank=ranks.rank(), ranks=ranks.size())
-
-
 def _sequence_first(x: Tensor) -> Tensor:
     """[batch, heads, seq, …] → [batch, seq, heads, …], contiguous; rarely a copy, as projections have this layout."""
     return x.transpose(1, 2).contiguous()
+
+
+def owned(rank: int, ranks: int) -> tuple[int, int]:
+    """The numbers of a rank's chunks: its head and its tail."""
+    return rank, 2 * ranks - 1 - rank
+
+
+Pair = tuple[Tensor, Tensor]  # keys and values, or their gradients
+
+
+class KeysAndValues(NamedTuple):
+    """Keys and values, [batch, seq, kv_heads, head_dim] each, of some chunks, and the numbers of these chunks."""
+
+    k: Tensor
+    v: Tensor
+    chunks: tuple[int, ...]
+
+
+class Rectangle(NamedTuple):
+    """Local rows of some sequences of the batch, and keys of a block: every row attends to every key."""
+
+    sequences: slice
+    rows: slice
+    keys: tuple[slice, ...]
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        return x[self.sequences, self.rows]
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """The keys' part of a block's tensor, [sequences, keys, …]."""
+        parts = [x[self.sequences, keys] for keys in self.keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def add_to_keys(self, part: Tensor, into: Tensor) -> None:
+        """Add gradients, shaped as the result of `keys_of`, to the block's gradients."""
+        sizes = [keys.stop - keys.start for keys in self.keys]
+        for keys, piece in zip(self.keys, part.split(sizes, dim=1), strict=True):
+            into[self.sequences, keys] += piece
+
+
+class Chunks:
+    """A rank's two chunks, and the documents in them.
+
+    At most one document reaches from an earlier chunk into a later one: that of the later chunk's first row. The rows
+    of that document at the start of the later chunk attend to all keys of the document at the end of the earlier chunk.
+    So the work between two chunks is a full rectangle without a mask, or nothing. Within a chunk, each document is
+    causal attention by itself.
+
+    Keys, values and gradients are transferred as without documents: no rank waits for a message that another does not
+    send.
+
+    Attributes:
+        numbers: of the chunks in the sequence.
+        inner: [2·batch, seq / 2] the starts within each chunk, 0 for a document that began before it; None: without
+            documents.
+    """
+
+    def __init__(self, starts: Tensor | None, *, rank: int, ranks: int) -> None:
+        """`starts`: [batch, seq] int64, on the CPU: the place in the whole sequence of the first token of each local
+        token's document; None: each sequence is one document.
+        """
+        self.numbers = owned(rank, ranks)
+        self._starts: list[list[int]] | None = None
+        self.inner: Tensor | None = None
+        if starts is not None:
+            self._starts = starts.tolist()
+            begins = torch.tensor(self.numbers * starts.shape[0]).unsqueeze(1) * (starts.shape[1] // 2)
+            self.inner = (halves(starts) - begins).clamp(min=0)
+
+    def rectangles(self, block: KeysAndValues, q: Tensor) -> Iterable[Rectangle]:
+        """The parts of local rows and of a block's keys that attend to each other."""
+        batch, seq = q.shape[:2]
+        size = seq // 2
+        if self._starts is None:
+            # Chunks that come after the local head.
+            first = size if block.chunks[-1] >= self.numbers[0] else 0
+            yield Rectangle(slice(0, batch), slice(first, seq), (slice(0, block.k.shape[1]),))
+            return
+        for sequence, starts in enumerate(self._starts):
+            for begin, number in zip((0, size), self.numbers, strict=True):
+                first = starts[begin]
+                keys = tuple(
+                    slice(place * size + max(first - other * size, 0), (place + 1) * size)
+                    for place, other in enumerate(block.chunks)
+                    if other < number and (other + 1) * size > first
+                )
+                if keys:
+                    end = bisect_right(starts, first, lo=begin, hi=begin + size)
+                    yield Rectangle(slice(sequence, sequence + 1), slice(begin, end), keys)
+
+
+def forward(
+    exchange: Ring | GatherKv, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, chunks: Chunks
+) -> tuple[Tensor, Tensor]:
+    """Attention of the local rows to all earlier keys, or to the earlier keys of their documents.
+
+    Args:
+        q: [batch, seq, heads, head_dim], contiguous; k, v: with kv_heads.
+
+    Returns:
+        The output [batch, seq, heads, head_dim] in q's dtype, and the logarithms of the rows' denominators
+        [batch, seq, heads], float32.
+    """
+    local = [_swapped(halves(x)) for x in (q, k, v)]
+    if chunks.inner is None:
+        parts = kernel.forward(*local, causal=True)
+    else:
+        parts = kernel.documents_forward(*local, starts=chunks.inner)
+    out, lse = (_joined_halves(_swapped(x), q.shape[0]) for x in parts)
+    # Add partial outputs in float32: rounding every sum to 16 bits would accumulate errors.
+    out = out.to(accumulator(q.dtype))
+
+    def attend(block: KeysAndValues) -> None:
+        for rectangle in chunks.rectangles(block, q):
+            inputs = rectangle.rows_of(q), rectangle.keys_of(block.k), rectangle.keys_of(block.v)
+            part, part_lse = kernel.forward(*map(_swapped, inputs), causal=False)
+            merge(rectangle.rows_of(out), rectangle.rows_of(lse), _swapped(part), _swapped(part_lse))
+
+    attend(_local_head(k, v, chunks))
+    for block in exchange.blocks():
+        attend(block)
+        del block  # before memory for the next is allocated
+    return out.to(q.dtype), lse
+
+
+def backward(
+    exchange: Ring | GatherKv,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kernel: AttentionKernel,
+    chunks: Chunks,
+) -> Gradients:
+    """Gradients of q, k and v, shaped as q, k and v; keys and values are transferred once more."""
+    local = [_swapped(halves(x)) for x in (grad, q, k, v, out, lse)]
+    if chunks.inner is None:
+        parts = kernel.backward(*local, causal=True)
+    else:
+        parts = kernel.documents_backward(*local, starts=chunks.inner)
+    dq, dk, dv = (_joined_halves(_swapped(x), q.shape[0]).to(accumulator(q.dtype)) for x in parts)
+
+    def add_gradients(block: KeysAndValues, into: Pair) -> None:
+        """Add the gradients from a block's keys to the gradients of local rows and of the block."""
+        for rectangle in chunks.rectangles(block, q):
+            own_grad, own_q, own_out, own_lse = (_swapped(rectangle.rows_of(x)) for x in (grad, q, out, lse))
+            keys, values = (_swapped(rectangle.keys_of(x)) for x in (block.k, block.v))
+            parts = kernel.backward(own_grad, own_q, keys, values, own_out, own_lse, causal=False)
+            of_rows, *of_keys = map(_swapped, parts)
+            rectangle.rows_of(dq).add_(of_rows)
+            for part, total in zip(of_keys, into, strict=True):
+                rectangle.add_to_keys(part, total)
+
+    for block in exchange.blocks():
+        gradients = torch.zeros_like(block.k), torch.zeros_like(block.v)
+        add_gradients(block, gradients)
+        exchange.give(gradients, into=(dk, dv))
+        del block, gradients  # before memory for the next is allocated
+    # The last part needs only local keys: it hides the transfer of the last gradients.
+    add_gradients(_local_head(k, v, chunks), first_halves((dk, dv)))
+    exchange.collect(into=(dk, dv))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _local_head(k: Tensor, v: Tensor, chunks: Chunks) -> KeysAndValues:
+    return KeysAndValues(*first_halves((k, v)), chunks.numbers[:1])
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of this dtype are summed."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def halves(x: Tensor) -> Tensor:
+    """The halves of each sequence as separate sequences: [batch, seq, …] → [2·batch, seq/2, …], without a copy."""
+    return x.reshape(2 * x.shape[0], x.shape[1] // 2, *x.shape[2:])
+
+
+def _joined_halves(x: Tensor, batch: int) -> Tensor:
+    return x.reshape(batch, 2 * x.shape[1], *x.shape[2:]).contiguous()
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge attention to more keys into `out` [batch, rows, heads, head_dim] and `lse` [batch, rows, heads], in place.
+
+    The new part's share of the denominator, exp(b) / (exp(a) + exp(b)), is a sigmoid: it cannot overflow.
+    """
+    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """[batch, seq, heads, …] ↔ [batch, heads, seq, …]."""
+    return x.transpose(1, 2)
+
+
+# Both exchanges take this rank's contiguous keys and values, and the ranks of the context axis in order. The
+# constructor starts the first transfer, so that local work hides it. `blocks` gives the keys and values of other ranks
+# that local rows need, once each, while the next block is in transfer. `give` sends the gradients of the latest block
+# to the rank that owns it; gradients that have arrived for this rank's keys may be added to `into`. `collect` waits for
+# the remaining gradients.
+
+
+class Ring:
+    """Ring attention (arXiv 2310.01889): ranks pass on blocks of keys and values while they use the current block.
+
+    Blocks move *down*, from rank r to r−1: a rank's keys first reach the ranks before it, which need all of them, and
+    after rank 0 the ranks after it, which need only the head. So rank 0 drops the tail, and only keys that are used are
+    sent: three quarters of the n·(n−1) blocks of a full ring. (Upwards, tails would pass through ranks that do not need
+    them.)
+
+    Gradients are sent directly to the owner of the keys, in the kernel's dtype, and added there in float32. The number
+    of messages is that of a ring, but a ring would have to send running sums in float32, and each rank would wait for
+    its neighbour's sum.
+    """
+
+    def __init__(self, local: Pair, group: ProcessGroup) -> None:
+        self._local, self._group = local, group
+        self._rank, self._ranks = group.rank(), group.size()
+        self._step = 0
+        self._gradients: Callable[[], Pair] | None = None
+        self._block = self._pass_on(local, step=1)
+
+    def blocks(self) -> Iterator[KeysAndValues]:
+        while self._block is not None:
+            block = self._block()
+            self._step += 1
+            self._block = self._pass_on(block, step=self._step + 1)
+            owner = (self._rank + self._step) % self._ranks
+            yield KeysAndValues(*block, owned(owner, self._ranks)[: 1 + self._is_later(self._step)])
+
+    def give(self, gradients: Pair, into: Pair) -> None:
+        self.collect(into)
+        # The block's owner is `step` ranks above; the gradients of this rank's keys come from the rank `step` below. A
+        # rank before this one has used all keys, a rank after it only the head.
+        owner, sender = ((self._rank + step) % self._ranks for step in (self._step, -self._step))
+        expected = self._empty(whole=sender < self._rank)
+        self._gradients = transfer(gradients, owner, expected, sender, self._group)
+
+    def collect(self, into: Pair) -> None:
+        if self._gradients is not None:
+            for gradient, part in zip(into, self._gradients(), strict=True):
+                gradient[:, : part.shape[1]] += part
+            self._gradients = None
+
+    def _pass_on(self, block: Pair, *, step: int) -> Callable[[], Pair] | None:
+        """Send a block down, and receive the block of the rank `step` ranks above; None after the last."""
+        if step >= self._ranks:
+            return None
+        if self._rank == 0:
+            block = first_halves(block)
+        below, above = ((self._rank + offset) % self._ranks for offset in (-1, 1))
+        return transfer(block, below, self._empty(whole=self._is_later(step)), above, self._group)
+
+    def _is_later(self, step: int) -> bool:
+        return self._rank + step < self._ranks
+
+    def _empty(self, *, whole: bool) -> Pair:
+        k, v = self._local if whole else first_halves(self._local)
+        return k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def transfer(sent: Pair, to: int, expected: Pair, source: int, group: ProcessGroup) -> Callable[[], Pair]:
+    """Start to send one pair to a rank of the group, and to receive one pair from a rank; with NCCL one launch.
+
+    A pair is two messages: copying keys and values into one buffer costs more than a second message.
+
+    Returns:
+        waits for both, and returns the received pair.
+    """
+    going = tuple(x.contiguous() for x in sent)
+    works = batch_isend_irecv(
+        [P2POp(isend, x, group=group, group_peer=to) for x in going]
+        + [P2POp(irecv, x, group=group, group_peer=source) for x in expected]
+    )
+
+    # The default keeps the tensors until they are sent, even if the caller drops them.
+    def received(_kept: tuple[Tensor, ...] = going) -> Pair:
+        for work in works:
+            work.wait()
+        return expected
+
+    return received
+
+
+def first_halves(pair: Pair) -> Pair:
+    """The first half of each sequence: [batch, seq, …] → [batch, seq / 2, …]."""
+    k, v = (x[:, : x.shape[1] // 2] for x in pair)
+    return k, v
+
+
+class GatherKv:
+    """All-gather KV: ranks gather all keys and values while they compute the local part; the keys of other ranks
+    follow.
+
+    Compared with a ring, it has fewer and larger products, but needs memory for all keys and values while one attention
+    runs; the backward pass gathers them again. This is the method of Llama 3 (arXiv 2407.21783, section 3.3.2). Every
+    rank receives every tail, also tails that come after all of its queries. Gradients return to their owners by an
+    all-to-all in the kernel's dtype, without parts that are zero, and are added in float32.
+    """
+
+    def __init__(self, local: Pair, group: ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._ranks = group.rank(), group.size()
+        sent = torch.stack(local)
+        self._block_size, self._half = sent.numel(), sent.shape[2] // 2
+        # [ranks, k and v, batch, seq, kv_heads, head_dim]
+        self._gathered: Tensor | None = sent.new_empty(self._ranks, *sent.shape)
+        self._work: Work | None = all_gather_single(self._gathered.flatten(0, 1), sent, group=group, async_op=True)
+        self._sent: Tensor | None = sent
+        self._returned: Tensor | None = None
+        self._gradients: list[Tensor] = []
+
+    def blocks(self) -> Iterator[KeysAndValues]:
+        gathered, self._gathered = self._gathered, None
+        assert gathered is not None
+        assert self._work is not None
+        self._work.wait()
+        self._sent = self._work = None
+        if self._rank > 0:
+            heads = tuple(range(self._rank))
+            yield KeysAndValues(*_joined(gathered[: self._rank, :, :, : self._half]), heads)
+        if self._rank + 1 < self._ranks:
+            chunks = (owned(owner, self._ranks) for owner in range(self._rank + 1, self._ranks))
+            yield KeysAndValues(*_joined(gathered[self._rank + 1 :]), tuple(chain(*chunks)))
+
+    def give(self, gradients: Pair, into: Pair) -> None:
+        is_later = self._rank == 0 or len(self._gradients) == 1
+        self._gradients.append(_by_owner(gradients, self._ranks - 1 - self._rank if is_later else self._rank))
+        if is_later or self._rank + 1 == self._ranks:
+            # A rank has used both halves of later ranks' keys, and only the heads of earlier ranks' keys.
+            sizes = [self._sizes(whole=range(self._rank + 1, self._ranks)), self._sizes(whole=range(self._rank))]
+            self._sent = torch.cat([part.flatten() for part in self._gradients])
+            self._returned = self._sent.new_empty(sum(sizes[1]))
+            self._work = all_to_all_single(
+                self._returned, self._sent, sizes[1], sizes[0], group=self._group, async_op=True
+            )
+
+    def collect(self, into: Pair) -> None:
+        if self._work is None or self._returned is None:
+            return
+        self._work.wait()
+        batch, _, *shape = into[0].shape
+        for piece in self._returned.split([size for size in self._sizes(whole=range(self._rank)) if size]):
+            for gradient, part in zip(into, piece.view(2, batch, -1, *shape), strict=True):
+                gradient[:, : part.shape[1]] += part
+
+    def _sizes(self, *, whole: range) -> list[int]:
+        """Elements of the gradients exchanged with each rank: of all keys for ranks in `whole`, else of the heads."""
+        sizes = [self._block_size if rank in whole else self._block_size // 2 for rank in range(self._ranks)]
+        sizes[self._rank] = 0
+        return sizes
+
+
+def _joined(gathered: Tensor) -> Pair:
+    """Keys and values of several ranks as one sequence: [ranks, 2, batch, seq, …] → two [batch, ranks · seq, …]."""
+    k, v = gathered.permute(1, 2, 0, *range(3, gathered.dim())).flatten(2, 3)
+    return k, v
+
+
+def _by_owner(gradients: Pair, owners: int) -> Tensor:
+    """The inverse of `_joined`: two [batch, owners · seq, …] → [owners, 2, batch, seq, …]."""
+    parts: Tensor = torch.stack(gradients).unflatten(2, (owners, -1))
+    return parts.permute(2, 0, 1, *range(3, parts.dim()))
+
+
+EXCHANGES: dict[str, type[Ring] | type[GatherKv]] = {"ring": Ring, "all_gather": GatherKv}

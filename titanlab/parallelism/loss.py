@@ -174,7 +174,7 @@ class ChunkedLoss:
         self.scale, self.writes_gradient = scale, writes_gradient
         self._head, self._gathered, self._logits = head, gathered or rows, head.forward
         self._labels: Tensor | None = None
-        self._tokens, self._columns, self._product = tokens, columns, product_of(head)
+        self._tokens, self._columns, self.product = tokens, columns, product_of(head)
         self._statistics = _statistics_in_parts if compiled is None else compiled(_statistics)
         self._slope = _slope_in_parts if compiled is None else compiled(_slope)
         # Compiled code accepts chunks of one size only.
@@ -205,41 +205,31 @@ class ChunkedLoss:
     def in_chunks(
         self, tokens: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, gradients: _Gradients | None
     ) -> Tensor:
-        weight, total = local_part(weight), torch.zeros((), dtype=torch.float32, device=tokens.device)
+        """The loss of all tokens [tokens, dim]; adds its gradients to `gradients`."""
+        product, weight, (first, group) = self.product, local_part(weight), self._columns
+        total = torch.zeros((), dtype=torch.float32, device=tokens.device)
         # Cast once, not for each chunk.
-        factors = self._product.for_forward(weight), None if gradients is None else self._product.for_inputs(weight)
+        weight = product.for_forward(weight)
         for start in range(0, tokens.shape[0], self._tokens):
             chunk, chunk_labels = tokens[start : start + self._tokens], labels[start : start + self._tokens]
             missing = self._tokens - chunk.shape[0]
             if self._pads and missing:
                 chunk, chunk_labels = F.pad(chunk, (0, 0, 0, missing)), F.pad(chunk_labels, (0, missing), value=IGNORE)
-            # No variable keeps the logits of a chunk until the next one.
-            total += self._of_chunk(chunk, *factors, bias, chunk_labels, start, gradients)
-        return total
-
-    def _of_chunk(
-        self,
-        chunk: Tensor,
-        forward_weight: Tensor,
-        inputs_weight: Tensor | None,
-        bias: Tensor | None,
-        labels: Tensor,
-        start: int,
-        gradients: _Gradients | None,
-    ) -> Tensor:
-        """The loss of a chunk that begins at token `start`; its gradients are added."""
-        logits = self._product.forward(chunk, forward_weight, bias)
-        first, group = self._columns
-        log_sum, logit = self._statistics(logits, labels, first)
-        if group is not None:
-            log_sum, logit = _of_all_ranks(_gathered(torch.stack([log_sum, logit]), group))
-        valid = labels != IGNORE
-        if gradients is not None and inputs_weight is not None:
-            slope = self._slope(logits, log_sum, labels, first, valid * self.scale)
+            logits = product.forward(chunk, weight, bias)
+            log_sum, logit = self._statistics(logits, chunk_labels, first)
+            if group is not None:
+                log_sum, logit = _of_all_ranks(_gathered(torch.stack([log_sum, logit]), group))
+            valid = chunk_labels != IGNORE
+            total += (log_sum - logit).where(valid, 0.0).sum()
+            # No variable keeps a tensor of this size until the next chunk.
+            if gradients is None:
+                del logits
+                continue
+            slope = self._slope(logits, log_sum, chunk_labels, first, valid * self.scale)
             del logits
-            gradients.add(self._product, start, chunk, inputs_weight, slope)
-        loss: Tensor = (log_sum - logit).where(valid, 0.0).sum()
-        return loss
+            gradients.add(start, chunk, slope)
+            del slope
+        return total
 
 
 class _Gradients:
@@ -251,19 +241,30 @@ class _Gradients:
         bias: [columns], likewise.
     """
 
-    def __init__(self, tokens: Tensor, *, weight: Tensor | None, needs_weight: bool, needs_bias: bool) -> None:
-        """`weight`: a tensor to which the gradient of the weight is added; None: a new one."""
+    def __init__(
+        self,
+        tokens: Tensor,
+        product: Product,
+        head: Tensor,
+        *,
+        weight: Tensor | None,
+        needs_weight: bool,
+        needs_bias: bool,
+    ) -> None:
+        """`head`: the weight; `weight`: a tensor to which its gradient is added; None: a new one."""
         self.tokens, self.weight = torch.empty_like(tokens), weight
         self.bias: Tensor | None = None
+        # Cast once, not for each chunk.
+        self._product, self._factor = product, product.for_inputs(head)
         self._needs_weight, self._needs_bias = needs_weight, needs_bias
 
-    def add(self, product: Product, start: int, chunk: Tensor, weight: Tensor, slope: Tensor) -> None:
+    def add(self, start: int, chunk: Tensor, slope: Tensor) -> None:
         """Add the gradients of a chunk [tokens, dim]; slope: the gradient of its logits."""
-        part = self.tokens[start : start + chunk.shape[0]]
+        product, part = self._product, self.tokens[start : start + chunk.shape[0]]
         if product is PLAIN and part.shape[0] == chunk.shape[0]:
-            torch.mm(slope, weight, out=part)
+            torch.mm(slope, self._factor, out=part)
         else:
-            part.copy_(product.of_inputs(slope, weight)[: part.shape[0]])
+            part.copy_(product.of_inputs(slope, self._factor)[: part.shape[0]])
         if self._needs_weight:
             if self.weight is None:
                 self.weight = product.of_weight(slope, chunk)
@@ -334,6 +335,8 @@ class _HeadAndLoss(torch.autograd.Function):
         adds = chunked.writes_gradient and weight.requires_grad
         gradients = _Gradients(
             tokens,
+            chunked.product,
+            local_part(weight),
             weight=local_part(weight.grad) if adds and weight.grad is not None else None,
             needs_weight=weight.requires_grad,
             needs_bias=bias is not None and ctx.needs_input_grad[2],

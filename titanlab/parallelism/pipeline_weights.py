@@ -31,6 +31,8 @@ from titanlab.techniques.precision.product import JOINED, PLAIN, Product, depart
 if TYPE_CHECKING:
     from titanlab.parallelism.tensor import TensorParallel
 
+# By layer, its output and input as meta tensors [rows, n]; None for a layer that was called more than once.
+_Shapes = dict[nn.Module, tuple[Tensor, Tensor] | None]
 # Attributes of a layer: what defers the gradient of its weight, and in compiled code its two taps.
 _DEFERRED, _TAPS = "deferred_weights", "weight_taps"
 
@@ -53,40 +55,37 @@ def products(
         bias: of a single layer.
     """
     product = product_of(layers[0])
-    common = inputs, product, copied, bias
     weights = [cast(Tensor, layer.weight) for layer in layers]
-    if torch.compiler.is_compiling() and product.splits:
-        taps: list[Any] = [getattr(layer, _TAPS, None) for layer in layers]
+    taps: list[Any] = []
+    deferred: DeferredWeights | None = None
+    if product.splits and torch.compiler.is_compiling():
+        taps = [getattr(layer, _TAPS, None) for layer in layers]
         if any(pair is None for pair in taps):
-            return _computed(*common, None, [local_part(weight) for weight in weights])
-        outputs = _computed(*common, None, [local_part(weight.detach()) for weight in weights])
-        pairs = zip(outputs, taps, strict=True)
-        return tuple(_Tap.apply(output, inputs, *pair) for output, pair in pairs)  # type: ignore[no-untyped-call]
-    deferred: DeferredWeights | None = getattr(layers[0], _DEFERRED, None) if product.splits else None
-    if deferred is not None and deferred.probe is None:
-        return _computed(*common, deferred, weights)
-    outputs = _computed(*common, None, [local_part(weight) for weight in weights])
-    if deferred is not None and deferred.probe is not None:
-        for layer, output in zip(layers, outputs, strict=True):
-            deferred.probe.note(layer, inputs, output)
-    return outputs
+            taps = []
+    elif product.splits:
+        deferred = getattr(layers[0], _DEFERRED, None)
+    probe = None if deferred is None else deferred.probe
+    if probe is not None:
+        deferred = None
+    if deferred is None:
+        weights = [local_part(weight.detach() if taps else weight) for weight in weights]
 
-
-def _computed(
-    inputs: Tensor,
-    product: Product,
-    copied: tuple[bool, ...],
-    bias: Tensor | None,
-    deferred: DeferredWeights | None,
-    weights: Sequence[Tensor],
-) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...]
     if len(weights) == 1 and deferred is None:
-        return (product.forward(inputs, weights[0], bias),)
-    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights))):
+        outputs = (product.forward(inputs, weights[0], bias),)
+    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights)):
+        outputs = _Products.apply(inputs, product, copied, bias, deferred, *weights)  # type: ignore[no-untyped-call]
+    else:
         # Without a gradient, torch 2.13's dynamo calls `forward` without `ctx` if the number of arguments is that of
         # its parameters, where `*weights` counts as one.
-        return _outputs(inputs, product, copied, bias, weights)
-    outputs: tuple[Tensor, ...] = _Products.apply(inputs, product, copied, bias, deferred, *weights)  # type: ignore[no-untyped-call]
+        outputs = _outputs(inputs, product, copied, bias, weights)
+    if taps:
+        pairs = zip(outputs, taps, strict=True)
+        return tuple(_Tap.apply(output, inputs, *pair) for output, pair in pairs)  # type: ignore[no-untyped-call]
+    if probe is not None:
+        for layer, output in zip(layers, outputs, strict=True):
+            # A layer that is called more than once has no shape: the factors of its calls could not be distinguished.
+            probe[layer] = None if layer in probe else (rows(output).to("meta"), rows(inputs).to("meta"))
     return outputs
 
 
@@ -201,7 +200,7 @@ class DeferredWeights:
     """The deferred products of the linear layers of one stage, by microbatch.
 
     Attributes:
-        probe: records the shapes of layers' inputs and outputs while it is set.
+        probe: records the shapes of layers' outputs and inputs while it is set.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -210,7 +209,7 @@ class DeferredWeights:
 
         Other layers compute the gradient of their weight together with that of their input.
         """
-        self.probe: Probe | None = None
+        self.probe: _Shapes | None = None
         self._collecting: list[_Deferred] | None = None
         self._by_microbatch: dict[int, list[_Deferred]] = {}
         for layer in module.modules():
@@ -233,10 +232,19 @@ class DeferredWeights:
         finally:
             self._collecting = None
 
+    @torch.no_grad()
     def compute(self, microbatch: int) -> None:
+        """Compute the deferred products of a microbatch, and add them to the gradients of the weights."""
         deferred = self._by_microbatch.pop(microbatch)
         while deferred:
-            _accumulate(deferred.pop())
+            product, weight, inputs, gradient = deferred.pop()
+            if weight.grad is None:
+                weight.grad = distributed_like(weight, in_gradient_dtype(weight, product.of_weight(gradient, inputs)))
+            elif product is PLAIN and weight.grad.dtype == inputs.dtype:
+                # One operation: no second matrix of the weight's size, and one rounding.
+                local_part(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
+            else:
+                local_part(weight.grad).add_(product.of_weight(gradient, inputs))
 
     def clear(self) -> None:
         self._by_microbatch.clear()
@@ -261,53 +269,25 @@ def _forward(layer: nn.Linear, inputs: Tensor) -> Tensor:
     return linear(layer, inputs, layer.bias)
 
 
-@torch.no_grad()
-def _accumulate(deferred: _Deferred) -> None:
-    product, weight, inputs, gradient = deferred
-    if weight.grad is None:
-        weight.grad = distributed_like(weight, in_gradient_dtype(weight, product.of_weight(gradient, inputs)))
-    elif product is PLAIN and weight.grad.dtype == inputs.dtype:
-        # One operation: no second matrix of the weight's size, and one rounding.
-        local_part(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
-    else:
-        local_part(weight.grad).add_(product.of_weight(gradient, inputs))
-
-
-class Probe:
-    """Records the shapes of the inputs and outputs of a block's layers.
-
-    Attributes:
-        seen: by layer, its output and input as meta tensors [rows, n].
-        repeated: whether a layer was called more than once, so that its calls' factors cannot be distinguished.
-    """
-
-    def __init__(self) -> None:
-        self.seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self.repeated = False
-
-    def note(self, layer: nn.Module, inputs: Tensor, output: Tensor) -> None:
-        self.repeated |= layer in self.seen
-        self.seen[layer] = rows(output).to("meta"), rows(inputs).to("meta")
-
-
 class TappedForward:
     """The compiled forward of a block, with taps that defer the products of its layers."""
 
     def __init__(self, compiled: Callable[..., Any], layers: Sequence[nn.Module], deferred: DeferredWeights) -> None:
         self._compiled, self._layers, self._deferred = compiled, layers, deferred
-        self._probes: dict[tuple[Any, ...], Probe] = {}
+        self._shapes: dict[tuple[Any, ...], _Shapes] = {}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._compiled(*inputs, **named)
         key = tuple((x.shape, x.dtype) for x in (*inputs, *named.values()) if isinstance(x, Tensor))
-        if key not in self._probes:
-            self._probes[key] = self._run_probe(inputs, named)
-        probe = self._probes[key]
-        layers = [layer for layer in self._layers if layer in probe.seen and layer.weight.requires_grad]
-        if probe.repeated or not layers:
+        if key not in self._shapes:
+            self._shapes[key] = self._probed(inputs, named)
+        seen = self._shapes[key]
+        layers = [layer for layer in self._layers if layer in seen and layer.weight.requires_grad]
+        shapes = [shape for layer in layers if (shape := seen[layer]) is not None]
+        if not layers or None in seen.values():
             return self._compiled(*inputs, **named)
-        shapes, weights = [probe.seen[layer] for layer in layers], [layer.weight for layer in layers]
+        weights = [layer.weight for layer in layers]
         taps = _Taps.apply(self._deferred, [product_of(layer) for layer in layers], shapes, *weights)  # type: ignore[no-untyped-call]
         for index, layer in enumerate(layers):
             setattr(layer, _TAPS, taps[2 * index : 2 * index + 2])
@@ -317,9 +297,10 @@ class TappedForward:
             for layer in layers:
                 delattr(layer, _TAPS)
 
-    def _run_probe(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Probe:
+    def _probed(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> _Shapes:
         """Record shapes in one forward in eager mode; a collective call."""
-        self._deferred.probe = probe = Probe()
+        probe: _Shapes = {}
+        self._deferred.probe = probe
         devices = {layer.weight.device for layer in self._layers} - {torch.device("cpu")}
         try:
             with (

@@ -1,11 +1,12 @@
-"""Data parallelism: FSDP2, HSDP, DDP, or one process, behind one interface."""
+"""Data parallelism: FSDP2, HSDP, DDP, or one process, behind one interface; norm and scaling of the gradients."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from titanlab.costs import fsdp_dim
+from titanlab.dtensor import local_part
 from titanlab.errors import ConfigError
 from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.techniques.precision.cast import dtype_named
 from titanlab.techniques.precision.contract import Formats
 
 _SYMMETRIC = "parallelism.symmetric_memory"
+# On CPU, squares of a tensor with more elements are first added row by row.
+_ADDED_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +121,16 @@ def fully_shard_model(
             _gather_with(block, unit)
     for unit in (*blocks, *apart, model):
         shard(unit, like=unit, over=mesh)
-    _prefetch([[block, *within] for block, within in inner.items() if within])
     # `Any`, because torch makes them `FSDPModule` in place.
     root: Any = model
     units: list[Any] = [*itertools.chain(*inner.values()), *blocks, *apart, model]
+    # Gather the units of the next block with experts while a block computes. By default FSDP2 gathers only one unit
+    # ahead: the host waits for the router's counts, and so would issue a gather too late.
+    of_experts: list[list[Any]] = [[block, *within] for block, within in inner.items() if within]
+    for before, after in itertools.pairwise(of_experts):
+        before[-1].set_modules_to_forward_prefetch(list(after))
+        # The backward reaches the last unit first.
+        after[0].set_modules_to_backward_prefetch(list(reversed(before)))
     freed = [unit for block in blocks[:-1] for unit in (block, *inner[block])] if reshard_after_forward else []
     kept = [unit for unit in units if unit not in freed]
     if symmetric_memory:
@@ -182,21 +192,6 @@ def _gather_with(block: nn.Module, unit: nn.Module) -> None:
     state._post_forward_hook_handle.remove()
     state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
     state._post_forward_hook_handle = block.register_forward_hook(state._post_forward)
-
-
-def _prefetch(blocks: Sequence[Sequence[Any]]) -> None:
-    """Let FSDP2 gather the next block's units while a block computes, in forward and backward.
-
-    By default FSDP2 gathers only one unit ahead. With expert parallelism the host waits for the router's counts, and so
-    would issue a gather too late.
-
-    Args:
-        blocks: by block, its units in the order in which the forward gathers them.
-    """
-    for before, after in itertools.pairwise(blocks):
-        before[-1].set_modules_to_forward_prefetch(list(after))
-        # The backward reaches the last unit first.
-        after[0].set_modules_to_backward_prefetch(list(reversed(before)))
 
 
 class _NoView(torch.autograd.Function):
@@ -291,3 +286,76 @@ def keep_whole(model: nn.Module) -> Sharded:
     return Sharded(
         forward=model, microbatch=lambda *, last: contextlib.nullcontext(), release=lambda: None, divides_by=1
     )
+
+
+class Gradients:
+    """Norm and scaling of gradients; some of the parameters may be sharded.
+
+    If `copies` ranks have the same part of a gradient, it enters the sum over ranks with weight 1/copies, so that
+    one reduction over the world gives the norm in every layout.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], holders: int) -> None:
+        """`holders`: number of ranks that have a part or all of each parameter: the ranks of one pipeline stage."""
+        self._by_copies: dict[int, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            self._by_copies.setdefault(holders // _parts(parameter), []).append(parameter)
+
+    def squared_norm(self) -> torch.Tensor:
+        """This rank's share of the squared norm, float64 scalar; the sum of the shares is the squared norm."""
+        shares = []
+        for copies, parameters in self._by_copies.items():
+            gradients = _local_gradients(parameters)
+            if gradients:
+                shares.append(_squared_norm(gradients) / copies)
+        return torch.stack(shares).sum()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        for parameters in self._by_copies.values():
+            gradients = _local_gradients(parameters)
+            if gradients:
+                # Gradients in 16 bits are multiplied by a float32 factor.
+                torch._foreach_mul_(gradients, factor.to(gradients[0].device, torch.float32))
+
+
+def sum_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """Sum the gradients of some parameters over a group in place, in one reduction in the given dtype."""
+    gradients = _local_gradients(parameters)
+    if gradients:
+        flat = torch.cat([gradient.flatten() for gradient in gradients]).to(dtype)
+        dist.all_reduce(flat, group=group)
+        torch._foreach_copy_([g.flatten() for g in gradients], flat.split([g.numel() for g in gradients]))
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    gradients = _local_gradients(parameters)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of squares of all elements: float64 scalar on their device."""
+    # The norm of 16-bit gradients is computed in 32 bits.
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    if gradients[0].device.type == "cpu":
+        # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be wrong by 0.5 %, and by
+        # another share in another layout. So large tensors are first reduced row by row.
+        gradients = [
+            g if g.numel() <= _ADDED_AT_ONCE else torch.linalg.vector_norm(g, dim=-1, dtype=dtype) for g in gradients
+        ]
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype))
+    return norms.double().square().sum()
+
+
+def _parts(parameter: nn.Parameter) -> int:
+    """Number of ranks over which one copy of the parameter is sharded."""
+    data = parameter.data
+    if not isinstance(data, DTensor):
+        return 1
+    axes = enumerate(data.placements)
+    return math.prod(data.device_mesh.size(axis) for axis, placement in axes if not placement.is_replicate())
+
+
+def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]

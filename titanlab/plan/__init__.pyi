@@ -7,7 +7,7 @@ from .calibration import doubts as doubts
 from .calibration import measured_cluster as measured_cluster
 from .calibration import rate_lines as rate_lines
 from .explanation import MEMORY_ERROR as MEMORY_ERROR
-from .explanation import Explanation as Explanation
+from .explanation import Estimate as Estimate
 from .explanation import estimate_of as estimate_of
 from .explanation import estimate_or_reason as estimate_or_reason
 from .explanation import explain as explain

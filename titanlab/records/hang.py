@@ -170,7 +170,7 @@ _FEWEST_EQUAL = 3
 _MOST_NAMED = 8
 # File and functions in which a rank posts or waits for keys and values of a ring. With NCCL a rank can wait when it
 # posts: the first message of a group starts the group, which waits for the other ranks.
-_RING_FILE, _RING_FUNCTIONS = "titanlab/parallelism/exchanges.py", ("received", "__init__")
+_RING_FILE, _RING_FUNCTIONS = "titanlab/parallelism/context.py", ("received", "transfer")
 _ACTIVITIES = {"data": "wait for data", "checkpoint": "are in a checkpoint"}
 _SINGULAR = {"wait": "waits", "call": "calls", "compute": "computes", "stand": "stands", "are": "is", "do": "does"}
 _SINGULAR["have"] = "has"

@@ -13,7 +13,6 @@ from typing import Any, TextIO
 
 from titanlab.records import OutcomeKind, RunFolder, Status
 from titanlab.sweep import listing
-from titanlab.sweep.enqueue import wake
 from titanlab.sweep.listing import Row
 from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.rows import ACTIVE, look_at
@@ -85,9 +84,20 @@ class Screen:
     @contextlib.contextmanager
     def _drawn(self, name: str) -> Iterator[Callable[[Sequence[Row]], None]]:
         """A function that shows changing rows: it redraws a terminal, and prints changes as lines elsewhere."""
+        before: dict[str, str] = {}
+
+        def tell(rows: Sequence[Row]) -> None:
+            """Print a line for each run whose state has changed."""
+            now = {row["run"]: listing.state_word(row) for row in listing.runs(rows)}
+            changed = [run for run, word in now.items() if before.get(run) != word]
+            before.update(now)
+            for run in changed:
+                self._say(f"{time.strftime('%H:%M:%S', time.localtime(self._clock()))}  {run}: {now[run]}")
+            if changed:
+                self._say(f"          {listing.state_counts(rows)}")
+
         if not self.is_live:
-            before: dict[str, str] = {}
-            yield lambda rows: self._tell(rows, before)
+            yield tell
             return
         from rich.live import Live
 
@@ -95,16 +105,6 @@ class Screen:
         # transient: the live view is removed at the end, when the whole table is printed.
         with Live(console=console, auto_refresh=False, transient=True) as live:
             yield lambda rows: live.update(self._view(name, rows, height=console.size.height), refresh=True)
-
-    def _tell(self, rows: Sequence[Row], before: dict[str, str]) -> None:
-        """Print a line for each run whose state differs from `before`, and update `before`."""
-        now = {row["run"]: listing.state_word(row) for row in listing.runs(rows)}
-        changed = [run for run, word in now.items() if before.get(run) != word]
-        before.update(now)
-        for run in changed:
-            self._say(f"{time.strftime('%H:%M:%S', time.localtime(self._clock()))}  {run}: {now[run]}")
-        if changed:
-            self._say(f"          {listing.state_counts(rows)}")
 
     def _console(self) -> Any:
         # Imported here: `titanlab --help` does not need it.
@@ -160,11 +160,7 @@ class Screen:
 
 def _harmless(rows: Sequence[Row]) -> list[Row]:
     """Rows whose texts cannot control the terminal."""
-    return [_without_control(row) for row in rows]
-
-
-def _without_control(row: Row) -> Row:
-    return {key: harmless(value) if isinstance(value, str) else value for key, value in row.items()}
+    return [{key: harmless(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
 
 
 def settled(rows: Sequence[Row]) -> bool:
@@ -219,6 +215,9 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
 
     If the sweep's supervisor is killed meanwhile, it is started again.
     """
+    # Imported here: showing a sweep does not need it.
+    from titanlab.sweep.submit import wake
+
     look = look_at(folder)
 
     def look_and_wake() -> list[dict[str, Any]]:
@@ -255,7 +254,7 @@ class RunWatch:
         self._last: tuple[bool, str] = (True, "")
 
     def goes_on(self) -> tuple[bool, str]:
-        """Whether the run goes on, and a line that says why it waits or does not go on; the line may be empty."""
+        """Whether the run goes on, and why it waits or does not go on; the reason may be empty."""
         if self._run.is_claimed():
             self._due = -float("inf")
             return True, ""

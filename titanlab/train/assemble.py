@@ -51,7 +51,7 @@ from titanlab.parallelism import (
 from titanlab.recipe import Recipe, pieces_by_stage
 from titanlab.records import Messages
 from titanlab.techniques.compile.compiler import GraphMemory
-from titanlab.techniques.model.documents import HostStarts, Packed
+from titanlab.techniques.model.attention import HostStarts, Packed
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.techniques.precision.cast import LossScale, dtype_named, keep_in_fp32, step_if
 from titanlab.techniques.precision.product import take_over

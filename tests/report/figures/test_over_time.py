@@ -19,8 +19,8 @@ from titanlab.report.figures.over_time import (
 )
 from titanlab.report.figures.style import MOST_LINES
 from titanlab.report.frames import metrics_frame
+from titanlab.techniques.schedule.action import simulate
 from titanlab.techniques.schedule.published_schema import OneFOneB
-from titanlab.techniques.schedule.timeline import simulate
 
 
 def test_loss(mixed):

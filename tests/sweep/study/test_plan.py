@@ -14,8 +14,7 @@ from tests.sweep.studies import SLURM, seeds, study
 from titanlab.data import source
 from titanlab.distributed import Host
 from titanlab.errors import ConfigError
-from titanlab.plan import MEMORY_ERROR
-from titanlab.plan.explanation import Estimate
+from titanlab.plan import MEMORY_ERROR, Estimate
 from titanlab.sweep import Composer, decide, fitting, plan_lines, plan_values, submit
 from titanlab.sweep import plan as studies
 from titanlab.techniques.tracker.trackers_schema import Wandb
@@ -286,7 +285,7 @@ def test_runs_of_this_host_have_no_nodes(planned):
     ],
 )
 def test_estimates_are_numbers_that_people_write(planned, monkeypatch, given, cells):
-    monkeypatch.setattr(submit, "estimate_of", lambda recipe: estimate(**given))
+    monkeypatch.setattr(submit, "estimated", lambda recipe: estimate(**given))
     line = next(line for line in plan_lines(*planned(seeds(1)), answered=False) if line.endswith("submit"))
     shown = tuple(re.split(r"\s{2,}", line)[-4:-1])
     assert shown == tuple("5.00e-09" if cell == "5e-09" else cell for cell in cells)
@@ -340,12 +339,12 @@ def reserved(monkeypatch):
     """Bytes that a run would reserve of its device's 80 GB, by its seed; of other seeds there is no estimate."""
     known = {}
 
-    def estimate_of(recipe):
+    def estimated(recipe):
         if recipe.seed not in known:
-            return None
+            return "not measured"
         return Estimate(hours=1.0, reserved_bytes=known[recipe.seed], limit_bytes=80e9, checkpoint_bytes=1)
 
-    monkeypatch.setattr(submit, "estimate_of", estimate_of)
+    monkeypatch.setattr(studies, "estimated", estimated)
     return known
 
 

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
 from titanlab.records import check_name
-from titanlab.sweep.plan import starting_order
-from titanlab.sweep.request import control_points, read_control
-from titanlab.sweep.space import LENGTH, LIMIT, SweepPoint, canonical_text, expand, keys_of, read_expression
+from titanlab.sweep.plan import read_control
+from titanlab.sweep.space import (
+    LENGTH,
+    LIMIT,
+    SweepPoint,
+    canonical_text,
+    control_points,
+    expand,
+    keys_of,
+    read_expression,
+    starting_order,
+)
 
 
 @pytest.mark.parametrize(

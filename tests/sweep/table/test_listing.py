@@ -155,15 +155,6 @@ def test_repeats_are_one_line_and_what_is_not_done_has_no_figures(made):
     ]
 
 
-def test_what_no_column_shows_is_told_by_the_sweeps_key(made):
-    for rate in (1e-3, 3e-3):
-        run = made.run("a", lr=rate, point={"optimizer.lr": rate, "training.steps": 10})
-        begin(run)
-        end(run)
-    compared = groups(SweepTable(made.folder).rows())
-    assert [group.label for group in compared] == ["single · optimizer.lr 0.001", "single · optimizer.lr 0.003"]
-
-
 def test_nothing_is_compared_with_nothing():
     assert groups([]) == []
     assert comparison([]) == []

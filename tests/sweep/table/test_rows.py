@@ -63,24 +63,17 @@ def test_the_page_has_every_column_and_no_other():
         ("step", 2**63, None),
         ("loss", 4.25, 4.25),
         ("loss", 4, 4.0),
+        # Parquet takes no whole number above 2**53 as a number: `titanlab collect` ended with a traceback.
+        ("flops_per_token", 2**60 + 1, float(2**60)),
+        ("flops_per_token", 10**400, None),
+        # Half a pair of UTF-16, as a damaged JSON file has it.
+        ("cause", "a\ud800b", "a?b"),
         ("loss", "4", None),
     ],
 )
 def test_a_value_of_another_kind_than_its_column_is_none(name, value, expected):
     found = fitting_value(name, value)
     assert (found, type(found)) == (expected, type(expected))
-
-
-def test_a_whole_number_in_a_column_of_numbers_is_one_that_a_float_holds():
-    """Parquet takes no whole number above 2**53 as a number: `titanlab collect` ended with a traceback."""
-    found = fitting_value("flops_per_token", 2**60 + 1)
-    assert (found, type(found)) == (float(2**60), float)
-    assert fitting_value("flops_per_token", 10**400) is None
-
-
-def test_text_that_no_file_holds_is_taken_as_far_as_it_goes():
-    """Half a pair of UTF-16, as a damaged JSON file has it: `titanlab collect` ended with a traceback."""
-    assert fitting_value("cause", "a\ud800b") == "a?b"
 
 
 @pytest.mark.parametrize(

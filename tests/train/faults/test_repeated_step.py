@@ -92,5 +92,5 @@ def test_a_rule_on_gpus(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"training\.check_every=4: compares bits, and without training\.deterministic"
     ):
-        recipe_rules._training(made)
-    recipe_rules._training(replace(made, training=replace(made.training, deterministic=True)))
+        recipe_rules.check_training(made)
+    recipe_rules.check_training(replace(made, training=replace(made.training, deterministic=True)))

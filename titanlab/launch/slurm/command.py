@@ -117,20 +117,19 @@ trap : TERM
 def answering_lines(jobs: Path) -> list[str]:
     """Lines of a batch file that answer the questions of the job's processes, in a folder where the job may write."""
     # Questions of an earlier start of the job must not be answered.
-    folder = f'{shlex.quote(str(jobs))}/."$SLURM_JOB_ID"'
     start = ['rm -rf -- "$TITANLAB_SCONTROL"', 'mkdir -p -- "$TITANLAB_SCONTROL"']
     setting = " ".join(f"{name}={value}" for name, value in _FORMAT.items())
+    folder = f'{shlex.quote(str(jobs))}/."$SLURM_JOB_ID"'
     return [f"export {QUESTIONS}={folder}", *start, _LOOP.replace("FORMAT", setting)]
 
 
-def scontrol(*words: str, seconds: float, environ: Mapping[str, str] | None = None) -> CommandResult | None:
+def scontrol(*words: str, seconds: float) -> CommandResult | None:
     """Run scontrol, which prints times in UTC, and wait for its end; None if it is missing or takes too long."""
-    environ = os.environ if environ is None else environ
-    folder = environ.get(QUESTIONS)
+    folder = os.environ.get(QUESTIONS)
     if folder is not None and (answer := _asked_outside(Path(folder), words, seconds)) is not None:
         return answer
     # Also used if the node of the batch file is lost: the image may contain scontrol.
-    return run_command("scontrol", *words, seconds=seconds, environ={**environ, **_FORMAT})
+    return run_command("scontrol", *words, seconds=seconds, environ={**os.environ, **_FORMAT})
 
 
 def node_address(node: str) -> str | None:
@@ -161,7 +160,6 @@ def _asked_outside(folder: Path, words: tuple[str, ...], seconds: float) -> Comm
                 file.unlink(missing_ok=True)
 
 
-_PART = re.compile(r"(\d+)(?:-(\d+)(?::(\d+))?)?")
 # MaxArraySize is at most 4,000,001.
 _LARGEST = 4_000_000
 
@@ -173,10 +171,8 @@ def elements_of(text: str) -> list[int]:
     """
     elements: list[int] = []
     for part in text.strip("[]").partition("%")[0].split(","):
-        match = _PART.fullmatch(part)
-        if match is None:
-            continue
-        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        first, last, step = (int(match[1]), int(match[2] or match[1]), int(match[3] or 1)) if match else (0, -1, 1)
         if last <= _LARGEST and step:
             elements += range(first, last + 1, step)
     return elements
@@ -197,20 +193,16 @@ def hosts(nodes: str) -> list[str]:
     """The hosts of Slurm's short form: `gpu[03-04,12],n1` → gpu03, gpu04, gpu12, n1; also with several brackets."""
     names: list[str] = []
     for word in re.findall(r"(?:[^,\[]|\[[^]]*\])+", nodes):
-        # Every second part was inside brackets.
-        parts = re.split(r"\[([^]]*)\]", word)
-        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        choices: list[list[str]] = []
+        for place, part in enumerate(re.split(r"\[([^]]*)\]", word)):
+            # Every second part was inside brackets.
+            choices.append([])
+            for number in part.split(",") if place % 2 else [part]:
+                first, _, last = number.partition("-")
+                if place % 2 and first.isdecimal() and (not last or last.isdecimal()):
+                    # With leading zeros.
+                    choices[-1] += [f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)]
+                else:
+                    choices[-1].append(number)
         names += ["".join(chosen) for chosen in itertools.product(*choices)]
     return names
-
-
-def _numbers(text: str) -> list[str]:
-    """The numbers of `03-04,12`, with their leading zeros."""
-    numbers: list[str] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first.isdecimal() and (not last or last.isdecimal()):
-            numbers += [f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)]
-        else:
-            numbers.append(part)
-    return numbers

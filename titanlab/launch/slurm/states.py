@@ -99,63 +99,46 @@ def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
 _FRESH_SECONDS = 60.0
 _WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split())
 _ALIVE = frozenset("RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split())
-_SQUEUE = "%j|%F|%K|%A|%T|%r|%M|%N"
-_SACCT = "JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
+# --all: also partitions that squeue hides by default.
+_QUEUE = ("squeue", "--noheader", "--all", "--array", "--states=all")
+_SQUEUE = "--format=%j|%F|%K|%A|%T|%r|%M|%N"
+_SACCT = "--format=JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
 
 
 def slurm_states(submitted: Sequence[Submission], sweep: Path) -> dict[JobKey, JobState]:
     """The state of every job of these submissions: one query to the accounting and one to the queue."""
+    numbers = [submission.job_id for submission in submitted if submission.job_id is not None]
+    jobs = f"--jobs={','.join(numbers)}"
     # In this order: if a job runs according to the accounting and a later squeue does not know it, it is lost.
-    accounting, queue = _accounting(submitted), _squeue(submitted)
+    if len(numbers) < len(submitted):
+        # An interrupted submission has no job number yet.
+        accounting = accounted_since(min(submission.created for submission in submitted), _SACCT)
+        queue = ask_slurm(*_QUEUE, _SQUEUE)
+    else:
+        # A query by time omits jobs that were never ready to start, such as a job that was held until it was cancelled.
+        accounting = ask_slurm("sacct", "--noheader", "--parsable2", _SACCT, jobs, seconds=ACCOUNTING_SECONDS)
+        queue = ask_slurm(*_QUEUE, _SQUEUE, jobs)
+    if "Invalid job id" in queue.errors:
+        # One unknown number alone is an error to squeue; among several numbers, squeue ignores it.
+        queue = Reply(output="")
     recorded, live = _recorded(accounting.output or ""), _queued(queue.output or "")
     known = {token for token, _ in recorded}
     states = {}
     for submission in submitted:
         for index, run in enumerate(submission.runs):
             key = (submission.token, index)
-            state = _merged(live.get(key), recorded.get(key), queue, accounted=accounting.output is not None)
-            if state.state == "gone" and _was_removed(recorded.get(key)) and submission.token in known:
+            last = recorded.get(key)
+            state = _merged(live.get(key), last, queue, accounted=accounting.output is not None)
+            never_started = last is None or (last.state == "pending" and last.job_id is None)
+            if state.state == "gone" and never_started and submission.token in known:
                 made_by = RunFolder(sweep / run).job() or {}
                 if (made_by.get("token"), made_by.get("index")) != key:
                     # Slurm keeps no record of a single array element that is cancelled while it waits: it removes the
                     # element from its array (Slurm 22.05, _job_str_signal of slurmctld).
                     state = JobState(state="ended", raw="CANCELLED", job_id=f"{submission.job_id}_{index}")
-            if state.state == "gone" and (
-                submission.state == "intent" or time.time() - submission.created < _FRESH_SECONDS
-            ):
-                state = JobState(state="unknown")
-            states[key] = state
+            is_fresh = submission.state == "intent" or time.time() - submission.created < _FRESH_SECONDS
+            states[key] = JobState(state="unknown") if state.state == "gone" and is_fresh else state
     return states
-
-
-def _accounting(submitted: Sequence[Submission]) -> Reply:
-    """The answer of sacct on the jobs.
-
-    The query is by job number: a query by time omits jobs that were never ready to start, such as a job that was held
-    until it was cancelled.
-    """
-    words = ("--noheader", "--parsable2", f"--format={_SACCT}")
-    numbers = [submission.job_id for submission in submitted if submission.job_id is not None]
-    if len(numbers) < len(submitted):
-        # An interrupted submission has no job number yet.
-        return accounted_since(min(submission.created for submission in submitted), f"--format={_SACCT}")
-    return ask_slurm("sacct", *words, f"--jobs={','.join(numbers)}", seconds=ACCOUNTING_SECONDS)
-
-
-def _squeue(submitted: Sequence[Submission]) -> Reply:
-    """The answer of squeue on the jobs, with --all for partitions that it hides by default."""
-    words = ["squeue", "--noheader", "--all", "--array", "--states=all", f"--format={_SQUEUE}"]
-    numbers = [submission.job_id for submission in submitted if submission.job_id is not None]
-    if len(numbers) == len(submitted):
-        words.append(f"--jobs={','.join(numbers)}")
-    reply = ask_slurm(*words)
-    # One unknown number alone is an error to squeue; among several numbers, squeue ignores it.
-    return Reply(output="") if "Invalid job id" in reply.errors else reply
-
-
-def _was_removed(recorded: JobState | None) -> bool:
-    """Whether a job that the queue does not know left it before it started, according to the accounting."""
-    return recorded is None or (recorded.state == "pending" and recorded.job_id is None)
 
 
 def _merged(live: JobState | None, recorded: JobState | None, queue: Reply, *, accounted: bool) -> JobState:
@@ -176,19 +159,15 @@ def _merged(live: JobState | None, recorded: JobState | None, queue: Reply, *, a
 
 
 def _queued(text: str) -> dict[JobKey, JobState]:
-    """The states in the output of squeue: name, array, index in it, number, state, reason, time, nodes."""
+    """The states in the output of squeue."""
     states = {}
-    for line in text.splitlines():
-        fields = line.split("|")
-        if len(fields) != 8:
-            continue
+    for fields in _rows(text, 8):
         name, array, place, number, raw, reason, elapsed, nodes = fields
-        index = int(place) if place.isdecimal() else 0
         state = _state(raw)
         if state == "pending" and reason == "BeginTime":
             # titanlab sets no begin time; Slurm sets one when it requeues a job.
             state = "requeued"
-        states[token_of(name), index] = JobState(
+        states[token_of(name), int(place) if place.isdecimal() else 0] = JobState(
             state=state,
             raw=raw,
             reason=None if reason in ("None", "") else reason,
@@ -200,16 +179,12 @@ def _queued(text: str) -> dict[JobKey, JobState]:
 
 
 def _recorded(text: str) -> dict[JobKey, JobState]:
-    """The states in sacct's output: name, number, state, exit code, time, nodes, reason; a job before its steps."""
+    """The states in the output of sacct, which lists a job before its steps."""
     states: dict[JobKey, JobState] = {}
     # Elements of an array that have not started share one line. It may be older than the line of a single element.
     waiting: dict[JobKey, JobState] = {}
     keys: dict[str, JobKey] = {}
-    for line in text.splitlines():
-        fields = line.split("|")
-        if len(fields) != 7:
-            continue
-        name, number, words, code, elapsed, nodes, reason = fields
+    for name, number, words, code, elapsed, nodes, reason in _rows(text, 7):
         job, _, step = number.partition(".")
         array, bar, place = job.partition("_")
         raw = words.split()[0] if words else ""
@@ -235,10 +210,14 @@ def _recorded(text: str) -> dict[JobKey, JobState]:
             for index in elements_of(place):
                 job_id = f"{array}_{index}" if state == "ended" else None
                 waiting[token_of(name), index] = replace(job_state, exit_code=None, job_id=job_id)
-            continue
-        keys[job] = (token_of(name), int(place) if bar else 0)
-        states[keys[job]] = job_state
+        else:
+            keys[job] = (token_of(name), int(place) if bar else 0)
+            states[keys[job]] = job_state
     return {**waiting, **states}
+
+
+def _rows(text: str, count: int) -> list[list[str]]:
+    return [fields for line in text.splitlines() if len(fields := line.split("|")) == count]
 
 
 def _state(raw: str) -> str:
@@ -250,9 +229,7 @@ def _state(raw: str) -> str:
 def _exit_code(text: str) -> int | None:
     """Slurm's `CODE:SIGNAL`."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
-    if match is None:
+    # A larger number is not a signal: Slurm writes 0:125 when a job exceeds its memory.
+    if match is None or int(match[2]) > 64:
         return None
-    code, signal = int(match[1]), int(match[2])
-    if signal > 64:
-        return None  # Not a signal: Slurm writes 0:125 when a job exceeds its memory.
-    return -signal if signal and not code else code
+    return int(match[1]) or -int(match[2])

@@ -55,8 +55,7 @@ class Parts(PrecisionConfig):
 def parts_within(layers: int, names: tuple[str, ...], *, key: str, note: Callable[[str], None]) -> tuple[str, ...]:
     """The names of parts without those of blocks that a model of `layers` blocks lacks."""
     numbers = [str(number) for number in range(layers)]
-    fits = [part for part in names if (match := _LAYER.search(part)) is None or fnmatch.filter(numbers, match[1])]
-    kept = tuple(fits)
+    kept = tuple(part for part in names if not (block := _LAYER.search(part)) or fnmatch.filter(numbers, block[1]))
     if kept != names:
         note(f"{key} names blocks that the reduced model lacks")
     return kept
@@ -93,9 +92,8 @@ class Bf16(Parts):
         check_reduce(self.reduce, ("fp32", "bf16"))
 
     def formats(self) -> Formats:
-        return Formats(
-            master="float32", compute="bfloat16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
-        )
+        parts = tuple(self.fp32_parts)
+        return Formats(master="float32", compute="bfloat16", reduce=DTYPES[self.reduce], fp32_parts=parts)
 
     def check(self, setting: Setting) -> None:
         check_bf16(setting, self.kind)
@@ -173,9 +171,8 @@ class Fp16(Parts):
             raise ConfigError("precision.min_scale", self.min_scale, rule, f"try {min(1.0, self.init_scale):g}")
 
     def formats(self) -> Formats:
-        return Formats(
-            master="float32", compute="float16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
-        )
+        parts = tuple(self.fp32_parts)
+        return Formats(master="float32", compute="float16", reduce=DTYPES[self.reduce], fp32_parts=parts)
 
     def implementation(self) -> Precision:
         from titanlab.techniques.precision.cast import ScaledCast

@@ -10,8 +10,8 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -57,110 +57,103 @@ def chrome_trace(running: profile) -> Iterator[Path]:
         yield path
 
 
-class TraceProfiler(Profiler):
-    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window."""
+class WindowsProfiler(Profiler):
+    """Records windows of steps with torch.profiler, each after one step of warm-up; `taken` gets the record."""
 
-    def __init__(self, config: Trace) -> None:
+    def __init__(self, config: Trace | Breakdown) -> None:
         self._config = config
         self._steps = 0
         self._profile: profile | None = None
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        self._traces, self._rank, self._attempt = traces, rank, attempt
-        self._activities = _activities(on_gpu=on_gpu)
+        self._name = f"{traces}/attempt-{attempt}-steps-{{}}-{{}}-rank-{rank}.json.gz"
+        self._on_gpu = on_gpu
 
     def after_step(self, step: int) -> None:
         self._steps += 1
         if self._config.warms_up_after(self._steps):
-            self._begin(step + 2)
+            self._first, self._last = step + 2, step + 1 + self._config.steps
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
+                schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
+                on_trace_ready=self.taken,
+                # Without this, torch 2.11 warns in the first cycle.
+                acc_events=True,
+                **self.options(),
+            )
+            self._profile.start()
         elif self._profile is not None:
             self._profile.step()
             if step == self._last:
-                self.close()
+                self._end()
 
-    def close(self) -> None:
-        """End a window that is open; an incomplete window gives a file of the steps that were recorded."""
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def taken(self, running: profile) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
         if self._profile is not None:
             running, self._profile = self._profile, None
             running.stop()
 
-    def _begin(self, first: int) -> None:
-        self._last = first + self._config.steps - 1
-        path = self._traces / f"attempt-{self._attempt}-steps-{first}-{self._last}-rank-{self._rank}.json.gz"
-        self._profile = profile(
-            activities=self._activities,
-            schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
-            on_trace_ready=lambda running: write_whole(path, partial(_write, running), self.links.failed),
-            record_shapes=self._config.shapes,
-            with_stack=self._config.stacks,
-            # Without this, torch 2.11 warns in the first cycle.
-            acc_events=True,
-        )
-        self._profile.start()
+    def close(self) -> None:
+        self._end()
 
 
-def _write(running: profile, path: Path) -> None:
-    with chrome_trace(running) as trace, trace.open("rb") as source, gzip.open(path, "wb") as target:
-        shutil.copyfileobj(source, target)
+class TraceProfiler(WindowsProfiler):
+    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window; an incomplete one has fewer steps."""
+
+    _config: Trace
+
+    def options(self) -> dict[str, Any]:
+        return {"record_shapes": self._config.shapes, "with_stack": self._config.stacks}
+
+    def taken(self, running: profile) -> None:
+        def write(path: Path) -> None:
+            with chrome_trace(running) as trace, trace.open("rb") as source, gzip.open(path, "wb") as target:
+                shutil.copyfileobj(source, target)
+
+        write_whole(Path(self._name.format(self._first, self._last)), write, self.links.failed)
 
 
-class BreakdownProfiler(Profiler):
-    """Records windows of steps with torch.profiler, and reports the mean over ranks of a step's parts."""
+class BreakdownProfiler(WindowsProfiler):
+    """Reports the mean over ranks of a step's parts after each window."""
 
     def __init__(self, config: Breakdown) -> None:
-        self._config = config
-        self._steps = 0
-        self._profile: profile | None = None
+        super().__init__(config)
         self._marks = ExitStack()
-
-    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
+        self._closed = False
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._profile is None else record_function(PHASE + name)
 
     def after_step(self, step: int) -> None:
-        self._steps += 1
-        if self._config.warms_up_after(self._steps):
-            self._begin(step + 1 + self._config.steps)
-        elif self._profile is not None:
-            if self._on_gpu:
-                # The kernels of a step must end inside the step.
-                torch.cuda.synchronize()
-            self._profile.step()
-            if step == self._last:
-                self._end()
-                self._report(step)
+        was_recording = self._profile is not None
+        if was_recording and self._on_gpu:
+            # The kernels of a step must end inside the step.
+            torch.cuda.synchronize()
+        super().after_step(step)
+        if was_recording and self._profile is None:
+            self._report(step)
+        elif self._profile is not None and not was_recording and not self._on_gpu:
+            self._marks.enter_context(self.links.marks_collectives())
 
     def close(self) -> None:
         """End a window that is open; it is not reported, because other ranks may be at other steps."""
-        self._is_wanted = False
-        if self._profile is not None:
-            self._end()
-
-    def _begin(self, last: int) -> None:
-        self._last, self._is_wanted = last, True
-        self._parts: dict[str, float] = {}
-        self._fault: Exception | None = None
-        self._profile = profile(
-            activities=_activities(on_gpu=self._on_gpu),
-            schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
-            on_trace_ready=self._analyse,
-            acc_events=True,
-        )
-        self._profile.start()
-        if not self._on_gpu:
-            self._marks.enter_context(self.links.marks_collectives())
+        self._closed = True
+        super().close()
 
     def _end(self) -> None:
-        running, self._profile = self._profile, None
         self._marks.close()
-        if running is not None:
-            running.stop()
+        super()._end()
 
-    def _analyse(self, running: profile) -> None:
+    def taken(self, running: profile) -> None:
         """Find the mean seconds of a step and of its parts, or the fault of the disk that prevents it."""
-        if not self._is_wanted:
+        self._parts: dict[str, float] = {}
+        self._fault: Exception | None = None
+        if self._closed:
             return
         try:
             with chrome_trace(running) as path:
@@ -171,8 +164,7 @@ class BreakdownProfiler(Profiler):
         self._parts = step_parts(events, self.links.axes)
 
     def _report(self, step: int) -> None:
-        steps = self._config.steps
-        span = f"step {step}" if steps == 1 else f"steps {step - steps + 1} to {step}"
+        span = f"step {step}" if self._first == step else f"steps {self._first} to {step}"
         if self._fault is not None:
             self.links.failed(f"the breakdown of {span}", self._fault)
         # A rank without a result takes part too, because the others wait for it.
@@ -183,7 +175,3 @@ class BreakdownProfiler(Profiler):
         elif self._fault is None:
             lacks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if not found)
             self.links.failed(f"the breakdown of {span}", f"its part is missing on rank {lacks}")
-
-
-def _activities(*, on_gpu: bool) -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
