@@ -12,8 +12,8 @@ from tests.plan.kept import LOG_PROBABILITY_BYTES, allocated_before_backward, mo
 from titanlab.costs import Share
 from titanlab.errors import ConfigError
 from titanlab.options import discover
+from titanlab.plan import share_of
 from titanlab.plan.memory import deferred_bytes, edge_bytes, in_flight, memory, saved_bytes
-from titanlab.plan.stages import share_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.schedule.action import peak_in_flight
 from titanlab.techniques.schedule.published_schema import (

@@ -13,7 +13,6 @@ from titanlab.plan.pipeline_time import (
     durations_of,
     least_idle,
     pipeline_time,
-    shorter,
     simulated_time,
 )
 from titanlab.plan.step_time import step_time
@@ -80,14 +79,6 @@ def test_more_microbatches_and_more_stages_mean_a_smaller_bubble():
 
     assert bubble(128, OneFOneB()) < bubble(64, OneFOneB()) < bubble(32, OneFOneB())
     assert bubble(32, Interleaved1F1B(stages_per_rank=4)) < bubble(32, OneFOneB())
-
-
-def test_a_shorter_simulation_has_the_same_rest():
-    for microbatches in range(1, 200):
-        few = shorter(8, microbatches)
-        assert few <= microbatches
-        assert few % 8 == microbatches % 8
-        assert few < (24 if microbatches % 8 == 0 else 32)
 
 
 SECONDS = st.floats(0.1, 3.0)

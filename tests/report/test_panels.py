@@ -9,24 +9,9 @@ from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
 from titanlab.report import panels
-from titanlab.report.figures import bars, over_time, scatter
 from titanlab.report.panels import estimated_splits, figure_sections, measured_splits, pipelines
 
-
-@pytest.fixture(autouse=True)
-def drawn(monkeypatch):
-    """Figures take longer than all else, and have tests of their own: here it is what they are given that counts."""
-    given = {}
-    for module, name in (
-        (scatter, "pareto"),
-        (scatter, "estimate_against_measurement"),
-        (bars, "throughput_by_layout"),
-        (bars, "step_time_split"),
-        (over_time, "loss_by_tokens"),
-        (over_time, "pipeline_timelines"),
-    ):
-        monkeypatch.setattr(module, name, lambda *values, name=name, **more: given.setdefault(name, (values, more)))
-    return given
+pytestmark = pytest.mark.usefixtures("drawn")
 
 
 def section(facts, name, by="tps"):

@@ -25,3 +25,4 @@ from .search import Plan as Plan
 from .search import for_planning as for_planning
 from .search import no_collection as no_collection
 from .search import plan as plan
+from .stages import share_of as share_of

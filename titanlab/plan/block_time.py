@@ -17,6 +17,7 @@ from titanlab.costs import (
     Coordinate,
     Layout,
     Operation,
+    Share,
     TensorPlan,
     Traffic,
     TrafficRow,
@@ -27,7 +28,7 @@ from titanlab.costs import (
     sum_whole_gradients,
 )
 from titanlab.plan.machine import AxisPlacement, Machine, axis_of
-from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, treatments
+from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, share_of, treatments
 from titanlab.recipe import Recipe, repeats_in_block, step_of
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.model.contract import ModelConfig
@@ -76,20 +77,16 @@ class RankWork:
     """One rank's share of the operations, and how the operations run.
 
     Attributes:
-        expert: degree; above 1 each rank of the tensor axis routes its own tokens.
-        dtype, width: of products in the compute dtype: torch's name, and bytes of an element.
+        share: with a degree of experts above 1 each rank of the tensor axis routes its own tokens.
+        dtype: of products in the compute precision: torch's name.
         fused: whether neighbouring operations that memory bandwidth limits are one kernel.
         plan: style of each module, as in the model's account; all blocks use the names of the first block.
         prefix: of the operations' names in that plan.
         products: by path, products in another format.
     """
 
-    tensor: int
-    context: int
-    sequence_parallel: bool
-    expert: int
+    share: Share
     dtype: str
-    width: int
     fused: bool
     plan: TensorPlan
     prefix: str
@@ -113,6 +110,7 @@ def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
 
 def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork]:
     """The kernels of operations that follow each other."""
+    share, width = part.share, part.share.element_bytes
     work, follows, cast = [], False, set[str]()
     for operation in operations:
         elements = math.prod(operation.output)
@@ -123,27 +121,27 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
             kernels = _product(operation, part, casts_input=source not in cast)
             cast.add(source)
         elif operation.kind == "attention":
-            flops = operation.flops / 2 / (part.tensor * part.context)  # causal: half of the square
-            moved = 4 * elements * part.width / (part.tensor * part.context)
+            flops = operation.flops / 2 / (share.tensor * share.context)  # causal: half of the square
+            moved = 4 * elements * width / (share.tensor * share.context)
             backward = KernelGroup(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
             kernels = [KernelGroup(flops, "attention", moved, 1, True)], [backward], []
         elif operation.kind == "exchange":
             kernels = [], [], []
-            if part.expert > 1:
+            if share.expert > 1:
                 # Rows that travel are also sorted, in the backward pass too.
-                moved = operation.passes * elements * part.width / (part.context * part.tensor)
+                moved = operation.passes * elements * width / (share.context * share.tensor)
                 sorting = [KernelGroup(0.0, "", moved, 1, part.fused)]
                 kernels = sorting, sorting, []
         else:
             results = [tensor for operator in operation.operators for tensor in operator.results]
             cut = results[0].cut if results else "stream"
-            moves = part.expert > 1 and bool(results and results[0].with_experts)
-            is_cut = moves or cut == "part" or (cut == "stream" and part.sequence_parallel)
-            ranks = part.context * (part.tensor if is_cut else 1)
+            moves = share.expert > 1 and bool(results and results[0].with_experts)
+            is_cut = moves or cut == "part" or (cut == "stream" and share.sequence_parallel)
+            ranks = share.context * (share.tensor if is_cut else 1)
             # A fused operation writes its result, and the first of a group also reads its input.
             passes = min(operation.passes, 1.0 if follows else 2.0) if part.fused else operation.passes
             launches = 0.5 if part.fused else max(1.0, operation.passes / 2.5)
-            kernel = KernelGroup(0.0, "", passes * elements * part.width / ranks, launches, part.fused)
+            kernel = KernelGroup(0.0, "", passes * elements * width / ranks, launches, part.fused)
             kernels = [kernel], [kernel._replace(moved=_POINTWISE_BACKWARD * kernel.moved)], []
         if operation.kind != "exchange":
             follows = operation.kind in ("norm", "pointwise")
@@ -153,36 +151,37 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
 
 def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Passes:
     """Kernels of a linear layer: forward, gradient of the input, gradient of the weight."""
+    share, width = part.share, part.share.element_bytes
     path = f"{part.prefix}{operation.layer or operation.name}"
-    rows = math.prod(operation.output[:-1]) / part.context
+    rows = math.prod(operation.output[:-1]) / share.context
     columns = operation.output[-1]
     inner = operation.flops / (2 * math.prod(operation.output))
     style = STYLES.get(part.plan.style_of(path))
     dim = (
-        style.cut_dim - style.is_stack if style is not None and style.cut_dim is not None and part.tensor > 1 else None
+        style.cut_dim - style.is_stack if style is not None and style.cut_dim is not None and share.tensor > 1 else None
     )
     groups = operation.groups
-    if part.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
+    if share.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
         # Each rank has some of the experts; with a balanced load it gets as many rows as it sends.
-        rows, groups, dim = rows / part.tensor, max(1, groups // part.expert), None
+        rows, groups, dim = rows / share.tensor, max(1, groups // share.expert), None
     if dim == 0:
-        columns = -(-columns // part.tensor)
+        columns = -(-columns // share.tensor)
     elif dim == 1:
-        inner = inner / part.tensor
-    moved = (rows * inner + groups * inner * columns + rows * columns) * part.width
+        inner = inner / share.tensor
+    moved = (rows * inner + groups * inner * columns + rows * columns) * width
     product = part.products.get(path)
     formats = (
         (product.forward, product.input_gradient, product.weight_gradient) if product is not None else (part.dtype,) * 3
     )
     shapes = ((rows / groups, columns), (rows / groups, inner), (inner, columns))
     kernels: list[list[KernelGroup]] = []
-    for dtype, (height, width) in zip(formats, shapes, strict=True):
+    for dtype, (height, length) in zip(formats, shapes, strict=True):
         # Tiles at the edges of the output are not full, but take as long.
-        waste = math.ceil(height / _TILE) * math.ceil(width / _TILE) * _TILE**2 / (height * width)
+        waste = math.ceil(height / _TILE) * math.ceil(length / _TILE) * _TILE**2 / (height * length)
         kernels.append([KernelGroup(2 * rows * inner * columns * waste, dtype, moved, 1, True)])
     if operation.layer:
         # The weights of several layers are concatenated: read 1 and write 1.
-        kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * part.width, 1, False))
+        kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * width, 1, False))
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
         values = (rows * inner * casts_input + inner * columns) * product.cast_bytes / 2
@@ -302,12 +301,8 @@ class _Shaped:
         # Drop degrees that do not matter here: recipes share cached times.
         self.step = replace(step_of(recipe, account=self.facts.sample), layout=layout, microbatches=1)
         self.part = RankWork(
-            tensor=layout.tensor,
-            context=layout.context,
-            sequence_parallel=recipe.parallelism.sequence_parallel and layout.tensor > 1,
-            expert=layout.expert,
+            share=share_of(recipe),
             dtype=formats.compute,
-            width=formats.compute_bytes,
             fused=recipe.compile.fuses_blocks,
             plan=self.step.account.plan,
             prefix=f"{self.facts.block}.",
@@ -366,7 +361,7 @@ class _Shaped:
         """A piece before or after the blocks; the last one computes the loss too."""
         part, parallelism = replace(self.part, prefix="", fused=False), self.recipe.parallelism
         if operation.name in self.step.fp32_parts:
-            part = replace(part, dtype="float32", width=4)
+            part = replace(part, dtype="float32", share=replace(part.share, element_bytes=4))
         (time,) = self._times([operation], part)
         forward, inputs = time.forward, time.inputs
         tensor = self._seconds(add_tensor, "tensor", self.step, (operation.name,)) / 2

@@ -110,25 +110,23 @@ def memory(recipe: Recipe) -> tuple[RankMemory, ...]:
     stages = stages_of(recipe.model, schedule, recipe.parallelism.split, layout.pipeline, recipe.training.seq_len)
     parts = [parts_of(pieces) for pieces in stages]
     blocks = [[kinds[kind_of[number]] for number in part.blocks] for part in parts]
-    # The output of a stage is kept until its gradient comes.
-    saved = [sum([block.saved for block in own]) + hidden for own in blocks]
-    saved[-1] -= hidden
-    saved = [
-        bytes_ + sum([edges.get(piece, 0) for piece in part.edges]) for bytes_, part in zip(saved, parts, strict=True)
-    ]
-    deferred = [
-        len(part.blocks) * deferred_of[""] + sum([deferred_of.get(piece, 0) for piece in part.edges]) for part in parts
-    ]
+    saved, deferred = [], []
+    for number, (own, part) in enumerate(zip(blocks, parts, strict=True)):
+        # The output of a stage is kept until its gradient comes.
+        output = hidden if number < len(parts) - 1 else 0
+        saved.append(output + sum([block.saved for block in own]) + sum([edges.get(piece, 0) for piece in part.edges]))
+        deferred.append(len(own) * deferred_of[""] + sum([deferred_of.get(piece, 0) for piece in part.edges]))
     placement, memories = placement_of(schedule, layout.pipeline), []
     # Ranks whose stages have pieces that are alike need the same; a pipeline has few different ones.
     known: dict[object, dict[str, dict[str, int]]] = {}
     for rank in range(layout.pipeline):
-        own = [number for number, owner in enumerate(placement) if owner == rank]
-        kept = _kept(recipe, rank, [saved[number] for number in own], [deferred[number] for number in own])
-        key = tuple([(*blocks[number], *parts[number].edges) for number in own])
+        numbers = [number for number, owner in enumerate(placement) if owner == rank]
+        kept = _kept(recipe, rank, [saved[number] for number in numbers], [deferred[number] for number in numbers])
+        key = tuple([(*blocks[number], *parts[number].edges) for number in numbers])
         if key not in known:
-            pieces = [piece for number in own for piece in stages[number]]
-            known[key] = _moments(recipe, share, pieces, [block for number in own for block in blocks[number]], hidden)
+            pieces = [piece for number in numbers for piece in stages[number]]
+            kinds_of_rank = [block for number in numbers for block in blocks[number]]
+            known[key] = _moments(recipe, share, pieces, kinds_of_rank, hidden)
         sums = {}
         for moment, items in known[key].items():
             items = {**items, "activations": min(kept, items["activations"])}

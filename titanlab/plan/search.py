@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,32 +119,30 @@ def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]
 
 def _check_precisions(space: LayoutSpace) -> None:
     """Check that the devices can compute in one of the precisions, instead of trying every recipe in vain."""
-    refusal: ConfigError | None = None
+    refusals, cluster = [], space.recipe.cluster
     for choice in space.choices.precisions:
         try:
-            choice.value.check_device(accelerator=space.recipe.cluster.accelerator, device=space.recipe.cluster.device)
-        except ConfigError as error:
-            refusal = refusal or error
-        else:
+            choice.value.check_device(accelerator=cluster.accelerator, device=cluster.device)
             return
-    if refusal is not None:
-        raise refusal
+        except ConfigError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
     """The nearest requests that a recipe fits: another world or batch, or more devices."""
     world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     if ranking.listed == 0:
+        worlds = ((smaller, batch) for smaller in range(world - 1, max(0, world - 257), -1))
+        units = (world, world // math.gcd(world, ranking.machine.per_node))
+        batches = ((world, -(-batch // unit) * unit) for unit in units)
         lines = []
-        for smaller in range(world - 1, max(0, world - 257), -1):
-            if (fastest := _first(ranking, smaller, batch, vary)) is not None:
-                lines.append(f"the nearest smaller world that works: world={smaller} ({fastest.recipe.layout.label})")
-                break
-        for unit in (world, world // math.gcd(world, ranking.machine.per_node)):
-            larger = -(-batch // unit) * unit
-            if larger != batch and (fastest := _first(ranking, world, larger, vary)) is not None:
-                lines.append(f"or another batch: training.global_batch={larger} ({fastest.recipe.layout.label})")
-                break
+        if (fastest := _fastest(ranking, worlds, vary)) is not None:
+            layout = fastest.recipe.layout
+            lines.append(f"the nearest smaller world that works: world={layout.world} ({layout.label})")
+        if (fastest := _fastest(ranking, batches, vary)) is not None:
+            larger, label = fastest.recipe.training.global_batch, fastest.recipe.layout.label
+            lines.append(f"or another batch: training.global_batch={larger} ({label})")
         return lines
     if ranking.least is None:
         return [f"every layout breaks a rule: {rule}" for rule in list(ranking.refused)[:3]]
@@ -152,28 +150,29 @@ def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
     smallest = f"{recipe.layout.label}, microbatch {recipe.microbatch}, ac={recipe.ac.kind}"
     has = f"{ranking.limit / 1e9:.1f} GB that a device has"
     lines = [f"the smallest needs {needed / 1e9:.1f} GB of the {has}: {smallest}"]
-    for factor in _LARGER_WORLDS:
-        larger = world * factor
-        if (fastest := _first(ranking, larger, batch, vary)) is not None:
-            lines.append(f"it fits on {larger:,} devices: world={larger} ({fastest.recipe.layout.label})")
-            break
-    else:
-        lines.append("nor does it fit on 64 times as many: try precision=bf16_full, or a smaller model")
-    return lines
+    fastest = _fastest(ranking, ((world * factor, batch) for factor in _LARGER_WORLDS), vary)
+    if fastest is None:
+        return [*lines, "nor does it fit on 64 times as many: try precision=bf16_full, or a smaller model"]
+    layout = fastest.recipe.layout
+    return [*lines, f"it fits on {layout.world:,} devices: world={layout.world} ({layout.label})"]
 
 
-def _first(ranking: RecipeRanking, world: int, batch: int, vary: Sequence[str]) -> Ranked | None:
-    """The fastest recipe of another world or batch; None: there is none."""
+def _fastest(ranking: RecipeRanking, requests: Iterable[tuple[int, int]], vary: Sequence[str]) -> Ranked | None:
+    """The fastest recipe of the first world and batch that have one; None: there is none."""
     base = ranking.space.recipe
-    recipe = dataclasses.replace(
-        base,
-        world=world,
-        training=dataclasses.replace(base.training, global_batch=batch),
-        parallelism=dataclasses.replace(base.parallelism.with_degrees(Layout(shard=world).degrees()), expert=1),
-    )
-    other = _ranking(recipe, ranking.machine, ranking.limit, vary)
-    best = other.best(1) if other.space.has_layouts() else []
-    return best[0] if best else None
+    for world, batch in requests:
+        if (world, batch) == (ranking.space.world, base.training.global_batch):
+            continue
+        recipe = dataclasses.replace(
+            base,
+            world=world,
+            training=dataclasses.replace(base.training, global_batch=batch),
+            parallelism=dataclasses.replace(base.parallelism.with_degrees(Layout(shard=world).degrees()), expert=1),
+        )
+        other = _ranking(recipe, ranking.machine, ranking.limit, vary)
+        if other.space.has_layouts() and (best := other.best(1)):
+            return best[0]
+    return None
 
 
 HEADINGS = (

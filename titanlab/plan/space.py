@@ -132,30 +132,14 @@ class LayoutSpace:
         """`per_node`: processes on a node, or on nodes that share a link."""
         self.recipe, self.world, self.per_node, self.choices = recipe, recipe.layout.world, per_node, choices
         self.dropped: Counter[str] = Counter()
-        facts, config, seq_len = model_facts(recipe.model), recipe.parallelism, recipe.training.seq_len
+        facts = model_facts(recipe.model)
         # Only edges and one block: the rules look at each parameter, but blocks are alike.
-        account = dataclasses.replace(facts.sample, layers=facts.account.layers, pieces=facts.account.pieces)
-        self._account = account
-        # The rules are those of recipes; each is checked once for all layouts that are equal for it. All caches have
-        # the lifetime of the space.
-        kernel = recipe.model.attention
-        self._context_broken = functools.cache(
-            lambda context: _broken(
-                recipe_rules.check_context, Layout(context=context), account, seq_len=seq_len, kernel=kernel
-            )
-        )
-
-        @functools.cache
-        def tensor_broken(layout: Layout, microbatch: int, *, sequence_parallel: bool) -> str:
-            own = dataclasses.replace(config, sequence_parallel=sequence_parallel)
-            size = {"seq_len": seq_len, "microbatch": microbatch}
-            return _broken(recipe_rules.check_tensor, layout, own, account_for(account, layout), **size)
-
-        self._expert_broken = functools.cache(
-            lambda layout: _broken(recipe_rules.check_expert, layout, config, account)
-        )
-        self._tensor_broken = tensor_broken
+        self._account = dataclasses.replace(facts.sample, layers=facts.account.layers, pieces=facts.account.pieces)
+        # Caches with the lifetime of the space: each rule is checked once for all layouts that are equal for it.
         self.recipe_of = functools.cache(self._recipe_of)
+        self._context_broken = functools.cache(self._context_rule)
+        self._expert_broken = functools.cache(self._expert_rule)
+        self._tensor_broken = functools.cache(self._tensor_rule)
         self._legal = functools.cache(self._legal_schedules)
         self._parallelism = functools.cache(self._with_degrees)
         self._training = functools.cache(lambda size: dataclasses.replace(recipe.training, microbatch=size))
@@ -266,6 +250,19 @@ class LayoutSpace:
             if legal:
                 return ""
         return rule
+
+    def _context_rule(self, context: int) -> str:
+        recipe, layout = self.recipe, Layout(context=context)
+        given = {"seq_len": recipe.training.seq_len, "kernel": recipe.model.attention}
+        return _broken(recipe_rules.check_context, layout, self._account, **given)
+
+    def _expert_rule(self, layout: Layout) -> str:
+        return _broken(recipe_rules.check_expert, layout, self.recipe.parallelism, self._account)
+
+    def _tensor_rule(self, layout: Layout, microbatch: int, *, sequence_parallel: bool) -> str:
+        config = dataclasses.replace(self.recipe.parallelism, sequence_parallel=sequence_parallel)
+        given = {"seq_len": self.recipe.training.seq_len, "microbatch": microbatch}
+        return _broken(recipe_rules.check_tensor, layout, config, account_for(self._account, layout), **given)
 
     def _legal_schedules(self, pipeline: int, microbatches: int) -> tuple[Sequence[Choice], str]:
         """The schedules that a pipeline can run, and the rule that the last of the others breaks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -184,9 +185,8 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
         raise ConfigError("parallelism.cpu_offload", True, rule, "try parallelism.cpu_offload=false")
     if recipe.layout.data_parallelism(mixed=recipe.precision.formats().mixed) == "ddp":
         rule = "is DDP in this precision, which reads the values of parameters, and a trace has none"
-        raise ConfigError(
-            "parallelism.replicate", recipe.layout.replicate, rule, "try parallelism.shard, or precision=bf16"
-        )
+        cure = "try parallelism.shard, or precision=bf16"
+        raise ConfigError("parallelism.replicate", recipe.layout.replicate, rule, cure)
     if recipe.compile.compiles:
         parts = [name for name, on in (("block", recipe.compile.blocks), ("loss", recipe.compile.loss)) if on]
         notes.append(f"compile={'+'.join(parts)} is traced in eager mode")
@@ -194,15 +194,15 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
             notes.append(f"ac={recipe.ac.kind} is the compiler's: blocks keep all activations in the trace")
             recipe = replace(recipe, ac=NoCheckpointing())
         recipe = replace(recipe, compile=Compile())
+    parallelism = recipe.parallelism
     if recipe.data.document_mask:
         notes.append("data.document_mask=true: attention is traced over whole sequences")
-    if recipe.parallelism.async_tensor:
+    if parallelism.async_tensor:
         notes.append("AsyncTP communicates the same bytes in pieces: traced as one collective each")
-    if recipe.parallelism.symmetric_memory:
+    if parallelism.symmetric_memory:
         notes.append("parallelism.symmetric_memory is memory of NCCL: the same bytes are traced in other memory")
-    plain = replace(recipe.parallelism, async_tensor=False, symmetric_memory=False)
-    recipe = replace(recipe, parallelism=plain)
-    recipe = replace(recipe, precision=recipe.precision.emulated())
+    parallelism = replace(parallelism, async_tensor=False, symmetric_memory=False)
+    recipe = replace(recipe, parallelism=parallelism, precision=recipe.precision.emulated())
     if is_gpu and recipe.model.attention not in ("auto", "math"):
         recipe = replace(recipe, model=replace(recipe.model, attention="auto"))
     # The smallest number of microbatches that the recipe may have: more would repeat the same.
@@ -211,10 +211,8 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
         batch = fewer * recipe.microbatch * recipe.layout.data
         training = replace(recipe.training, global_batch=batch, microbatch=recipe.microbatch)
         small = replace(recipe, training=training)
-        try:
+        with contextlib.suppress(ConfigError):
             check_all_but_data(small)
-        except ConfigError:
-            continue
-        notes.append(f"{fewer} of {count} microbatches are traced, and the declarations are of such a step")
-        return small, tuple(notes)
+            notes.append(f"{fewer} of {count} microbatches are traced, and the declarations are of such a step")
+            return small, tuple(notes)
     return recipe, tuple(notes)

@@ -21,6 +21,7 @@ from titanlab.sweep import SweepFolder, SweepTable, notes_of, sentence_of, state
 from titanlab.system import counted, grouped, user_path, write_text
 
 _FOLDER = Path(__file__).parent
+_SIZES = (("layers", "layers"), ("dim", "wide"))
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure
@@ -165,19 +166,17 @@ def _link(sweep: Path, run: str, into: Path) -> str:
 
 def _facts(facts: Facts) -> list[tuple[str, str]]:
     """The facts below the answer."""
-    devices = sorted({str(row["device"] or row["accelerator"]) for row in facts.runs if row["accelerator"]})
+    devices = {str(row["device"] or row["accelerator"]) for row in facts.runs if row["accelerator"]}
     models = set()
     for row in facts.runs:
-        sizes = [
-            f"{row[name]} {unit}" for name, unit in (("layers", "layers"), ("dim", "wide")) if row[name] is not None
-        ]
+        sizes = [f"{row[name]} {unit}" for name, unit in _SIZES if row[name] is not None]
         models |= {f"{row['model']} ({', '.join(sizes)})"} if row["model"] else set()
     starts = [row["started"] for row in facts.runs if row["started"]]
     ends = [row["ended"] for row in facts.runs if row["ended"]]
     pairs = [
         ("runs", state_counts(facts.rows).removeprefix(f"{counted(len(facts.runs), 'run')}: ")),
         ("recipes", grouped(len(facts.groups)) if facts.groups else ""),
-        ("model", _few(sorted(models))),
+        ("model", _few(models)),
         ("device", _few(devices)),
         ("began", moment(min(starts, default=None))),
         ("last ended", moment(max(ends, default=None))),
@@ -185,8 +184,8 @@ def _facts(facts: Facts) -> list[tuple[str, str]]:
     return [(label, value) for label, value in pairs if value]
 
 
-def _few(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+def _few(texts: set[str]) -> str:
+    return ", ".join(sorted(texts)[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
 def _notes(facts: Facts) -> list[str]:

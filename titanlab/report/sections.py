@@ -90,16 +90,15 @@ def _differences(facts: Facts) -> Section:
     rows = []
     for group, items in comparison:
         lines = [f"{key}: {ours} → {theirs}" for key, ours, theirs in items or ()]
-        left = len(lines) - _MOST_KEYS
-        shown: Cell | str
-        if lines:
-            more = [f"and {counted(left, 'key')} more"] if left > 0 else []
-            shown = Cell(text="", items=[*lines[:_MOST_KEYS], *more], more="\n".join(lines) if left > 0 else "")
-        elif items is None:
-            shown = "config.yaml cannot be read"
-        else:
-            is_reference = name in (row["run"] for row in group.rows)
-            shown = "the recipe that the others are compared with" if is_reference else "the same"
+        is_reference = name in (row["run"] for row in group.rows)
+        shown = Cell(text="the recipe that the others are compared with" if is_reference else "the same")
+        if items is None:
+            shown = Cell(text="config.yaml cannot be read")
+        elif (left := len(lines) - _MOST_KEYS) > 0:
+            first = [*lines[:_MOST_KEYS], f"and {counted(left, 'key')} more"]
+            shown = Cell(text="", items=first, more="\n".join(lines))
+        elif lines:
+            shown = Cell(text="", items=lines)
         rows.append([Cell(text=group.label, run=str(group.rows[0]["run"])), len(group.rows), shown])
     keys = table("Keys that differ", ["recipe", "runs", "key: best → here"], rows)
     return replace(section, texts=[intro], tables=[keys])
@@ -206,17 +205,16 @@ def _provenance(facts: Facts) -> Section:
     ]
     origin = facts.sweep.manifest().get("origin")
     texts = [f"The sweep is {origin}."] if isinstance(origin, str) and origin != "command line" else []
-    tables = []
+    section = Section(id="provenance", title="Provenance", texts=texts, command=command_line(facts))
     if not found:
-        texts.append("No run has begun, so that nothing is recorded of code and machines.")
-    else:
-        names = list(found[0])
-        headings, rows = names, [list(source.values()) for source in found]
-        if len(found) <= _MOST_SOURCES:
-            headings = ["fact", *(f"source {place}" for place, _ in enumerate(found, 1))]
-            rows = [[cell(name), *(source[name] for source in found)] for name in names]
-        tables = [table("Runs by the code, the versions and the machines that made them", headings, rows)]
-    return Section(id="provenance", title="Provenance", texts=texts, command=command_line(facts), tables=tables)
+        return replace(section, texts=[*texts, "No run has begun, so that nothing is recorded of code and machines."])
+    names = list(found[0])
+    headings, rows = names, [list(source.values()) for source in found]
+    if len(found) <= _MOST_SOURCES:
+        headings = ["fact", *(f"source {place}" for place, _ in enumerate(found, 1))]
+        rows = [[cell(name), *(source[name] for source in found)] for name in names]
+    caption = "Runs by the code, the versions and the machines that made them"
+    return replace(section, tables=[table(caption, headings, rows)])
 
 
 def _runs(names: Sequence[str]) -> Cell:

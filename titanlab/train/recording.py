@@ -25,7 +25,7 @@ from titanlab.distributed import LOG, Mesh, World, axis_groups, traced, write_st
 from titanlab.recipe import Recipe
 from titanlab.records import EXPERTS, Outcome, OutcomeKind, RunFolder, State, Status, classify, exit_code, is_secondary
 from titanlab.system import Console, Progress, counted, disk_fault, duration, grouped, short, shown_path, trimmed
-from titanlab.techniques.compile.watch import Watch
+from titanlab.techniques.compile.compiler import Watch
 from titanlab.techniques.precision.cast import dtype_named
 from titanlab.techniques.tracker.contract import open_tracker
 from titanlab.train.totals import Load, Totals, memory, peak_flops, peak_memory_gib

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlab.report.figures import style
 from titanlab.sweep import RecipeRuns, groups, state_tone, state_word
@@ -28,18 +27,12 @@ _FAR = 0.6  # share of the largest speed below which the smallest one must be fo
 _NEAR = 0.03  # share of an axis within which numbers would cover each other
 
 
-@dataclass(frozen=True)
-class ParetoPoint:
+class ParetoPoint(NamedTuple):
     """One recipe: the median of its memory and the geometric mean of its speed, over its runs that are done."""
 
     group: RecipeRuns
     memory: float
     speed: float
-
-    @property
-    def runs(self) -> list[str]:
-        """Folders of the runs that have been measured."""
-        return [row["run"] for row in self.group.rows if row["outcome"] == "done"]
 
 
 def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "tokens_per_second") -> TracedFigure:
@@ -76,18 +69,12 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     size = 6.5 if len(points) <= _MANY else 4.0
     for point in sorted(points, key=lambda point: id(point) in best):
         colour = colours.get(point.group.rows[0]["run"], style.BLUE)
-        is_best, hollow = id(point) in best, point.group.is_oversubscribed
-        (mark,) = axis.plot(
-            point.memory,
-            point.speed,
-            "D" if is_best else "o",
-            markersize=size + 1 if is_best else size,
-            color=style.PALE if hollow else colour,
-            markeredgecolor=colour if hollow else style.INK,
-            markeredgewidth=0.8,
-        )
+        shape, larger = ("D", 1) if id(point) in best else ("o", 0)
+        look = style.point_look(colour, hollow=point.group.is_oversubscribed)
+        (mark,) = axis.plot(point.memory, point.speed, shape, markersize=size + larger, **look)
         description = f"{point.group.label}: {significant(point.speed, 4)} {SPEEDS[speed]}, {point.memory:.2f} GiB"
-        figure.trace(mark, runs=point.runs, columns=[MEMORY, speed], text=description)
+        done = [row["run"] for row in point.group.rows if row["outcome"] == "done"]
+        figure.trace(mark, runs=done, columns=[MEMORY, speed], text=description)
     # The axis of speed begins at 0, unless this would put all points at the top.
     low, high = axis.get_ylim()
     speeds = [point.speed for point in points]
@@ -96,8 +83,6 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     _number(figure, axis, points if len(points) <= _MOST_NUMBERS else front)
     if not points and not drawn:
         style.show_text(axis, "no run has been measured")
-        axis.set_xticks([])
-        axis.set_yticks([])
     axis.set_ylabel(SPEEDS[speed])
     axis.grid(color=style.GRID, linewidth=0.6)
     axis.set_axisbelow(True)
@@ -202,8 +187,6 @@ def estimate_against_measurement(runs: DataFrame | Sequence[Mapping[str, Any]]) 
         points = compared(rows, measured_column, estimated_column)
         if not points:
             style.show_text(axis, "no run has both")
-            axis.set_xticks([])
-            axis.set_yticks([])
             continue
         values = [value for _, *pair in points for value in pair]
         least, most = min(values), max(values)
@@ -217,8 +200,9 @@ def estimate_against_measurement(runs: DataFrame | Sequence[Mapping[str, Any]]) 
             axis.plot([low, high], [share * low, share * high], ls="solid" if share == 1 else (0, (3, 2)), **look)
         for row, measured, estimated in points:
             hollow = bool(row["oversubscribed"]) and measured_column == "step_seconds"
-            look = {"color": style.PALE, "mec": style.BLUE} if hollow else {"color": style.BLUE, "mec": style.INK}
-            (point,) = axis.plot(estimated, measured, "o", markersize=5.5, markeredgewidth=0.7, **look)
+            (point,) = axis.plot(
+                estimated, measured, "o", markersize=5.5, **style.point_look(style.BLUE, hollow=hollow)
+            )
             text = f"{row['run']}: measured {significant(measured)} {unit}, estimate {significant(estimated)} {unit}"
             text += f" ({100 * (estimated / measured - 1):+.0f} %)"
             figure.trace(point, runs=[row["run"]], columns=(measured_column, estimated_column), text=text)
