@@ -47,7 +47,12 @@ DAMAGE = {
         "step=x: expected `int`, got `str` in ",
         "remove that file",
     ),
-    "an unknown state": ("status.json", {"state": "flying"}, "state=flying: is none of ", "remove that file"),
+    "an unknown state": (
+        "status.json",
+        {"state": "flying"},
+        "state=flying: invalid enum value 'flying' in ",
+        "remove that file",
+    ),
     "a new status": ("status.json", {"schema": 2}, "schema=2: ", "use the version that made it"),
     "nested without end": ("status.json", "[" * 100_000, "run=", "is no JSON"),
     "no such end": (

@@ -84,7 +84,7 @@ def test_a_file_cut_anywhere_loses_at_most_its_last_row(tmp_path_factory, data):
     assert len(read_metrics(path, "attempt")) == 1 + (complete > 0)
 
 
-def test_foreign_lines_are_passed_over(tmp_path):
+def test_foreign_and_damaged_lines_are_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 0, [1])
     with path.open("ab") as file:
