@@ -12,9 +12,7 @@ from tests import tiny
 from tests.checkpoint.storage import rewritten
 from titanlab.checkpoint import (
     DamagedCheckpoint,
-    Position,
     SavedPosition,
-    check_progress,
     position_bytes,
     read_position,
 )
@@ -96,31 +94,6 @@ def test_what_is_written_is_read(tmp_path):
     # One of an earlier version has few keys, and one that a person has copied any name.
     (tmp_path / "position.json").write_text('{"step": 3, "parameters": {}}')
     assert read_position(tmp_path, "run", cure="c") == SavedPosition(step=3, parameters={})
-
-
-@pytest.mark.parametrize(
-    ("given", "rule"),
-    [
-        ({"step": 15, "tokens": 0}, "is of step 15, and the run has 14 steps"),
-        ({"tokens": 97}, "has tokens=97, and 3 steps of this run have 96 at most"),
-        ({"data": {"samples": 13}}, "has data.samples=13, and 3 steps of this run take 12"),
-        ({"data": {"samples": 8}}, "has data.samples=8, and 3 steps of this run take 12"),
-        ({"data": {"samples": 17}}, "has data.samples=17, and 3 steps of this run take 12"),
-        ({"data": {}}, "has no position in the data"),
-    ],
-    ids=str,
-)
-def test_a_run_s_own_checkpoint_stands_where_its_recipe_can_stand(tmp_path, given, rule):
-    about = {"steps": 14, "tokens_per_step": 32, "global_batch": 4, "checkpoint": tmp_path, "key": "run", "cure": "c"}
-    good = {"step": 3, "tokens": 90, "data": {"samples": 12}}
-    check_progress(Position(**good), **about)
-    check_progress(Position(), **about)
-    # A rollback has left out the samples of two steps.
-    check_progress(Position(**{**good, "data": {"samples": 20}}), **about)
-    # A third party's data may count otherwise.
-    check_progress(Position(**{**good, "data": {"offset": 5}}), **about)
-    with pytest.raises(ConfigError, match=rule):
-        check_progress(Position(**{**good, **given}), **about)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from .contents import Readable as Readable
 from .contents import SavedPosition as SavedPosition
 from .contents import check_checkpoint as check_checkpoint
 from .contents import check_files as check_files
-from .contents import check_progress as check_progress
 from .contents import check_step as check_step
 from .contents import check_whole as check_whole
 from .contents import indexed as indexed

@@ -26,7 +26,6 @@ from titanlab.checkpoint.storage import (
     parsed,
 )
 from titanlab.errors import ConfigError
-from titanlab.system import counted
 from titanlab.techniques.optimizer.optimizers_schema import CODES
 
 if TYPE_CHECKING:
@@ -115,34 +114,6 @@ def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | No
         rule = f"its {POSITION} is of step {file.step}, and the folder's name says {step}"
         raise DamagedCheckpoint(key, checkpoint, rule, cure)
     return file
-
-
-def check_progress(
-    position: Position, *, steps: int, tokens_per_step: int, global_batch: int, checkpoint: Place, key: str, cure: str
-) -> None:
-    """Check that the position of a run's own checkpoint is possible in its recipe.
-
-    Args:
-        steps: of the run.
-        tokens_per_step, global_batch: labels and sequences of a step; 0 if the run started from another checkpoint.
-
-    Raises:
-        DamagedCheckpoint: the position has more steps than the run, or its tokens or samples do not fit its step.
-    """
-    step, tokens, samples = position.step, position.tokens, position.data.get("samples")
-    rule = None
-    if step > steps:
-        rule = f"is of step {step}, and the run has {counted(steps, 'step')}"
-    elif step and not position.data:
-        rule = f"its {POSITION} has no position in the data"
-    elif global_batch and tokens > step * tokens_per_step:
-        most = step * tokens_per_step
-        rule = f"its {POSITION} has tokens={tokens}, and {step} steps of this run have {most} at most"
-    # Rollbacks skip the samples of whole steps, so more samples are possible.
-    elif global_batch and isinstance(samples, int) and (samples < step * global_batch or samples % global_batch):
-        rule = f"its {POSITION} has data.samples={samples}, and {step} steps of this run take {step * global_batch}"
-    if rule is not None:
-        raise DamagedCheckpoint(key, checkpoint, rule, cure)
 
 
 def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: str) -> None:

@@ -16,7 +16,6 @@ from titanlab.checkpoint import (
     Place,
     StorePath,
     check_checkpoint,
-    check_progress,
     check_whole,
     checkpoints_of,
     claim_place,
@@ -168,7 +167,7 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
     """Check the checkpoint from which a run will resume against its recipe and against the steps that it has saved.
 
     Raises:
-        ConfigError: the checkpoint is missing, damaged, of another model, or its position is impossible for this run.
+        ConfigError: the checkpoint is missing, damaged, or of another model or run.
     """
     if checkpoint is None:
         saved = run.saved_step()
@@ -189,17 +188,6 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
     if identity is not None and saved_position.recipe not in (None, identity.sha256):
         rule = f"is of another run, whose identity begins with {str(saved_position.recipe)[:8]}"
         raise DamagedCheckpoint("run", checkpoint, rule, earlier_hint(checkpoint))
-    # A run that starts from another run's checkpoint counts that run's steps, tokens and samples too.
-    starts_from_scratch = recipe.checkpoint.load_from is None
-    check_progress(
-        saved_position.position,
-        steps=recipe.training.steps,
-        tokens_per_step=recipe.tokens_per_step if starts_from_scratch else 0,
-        global_batch=recipe.training.global_batch if starts_from_scratch else 0,
-        checkpoint=checkpoint,
-        key="run",
-        cure=earlier_hint(checkpoint),
-    )
 
 
 def go_back(run: RunFolder, recipe: Recipe, checkpoint: Place, report: Callable[[str], None]) -> list[Place]:
