@@ -132,7 +132,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Take from a worker that has ended which tests were left out. All workers collect the same tests."""
     if error is None:
-        node.config.stash[_LEFT_OUT] = node.workeroutput["left_out"]
+        node.config.stash[_LEFT_OUT] = node.workeroutput.get("left_out", [])
 
 
 def slurm_lacks() -> list[str]:

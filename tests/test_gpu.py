@@ -30,6 +30,10 @@ pytestmark = pytest.mark.gpu
 PACKED = CASES[-1]
 
 
+# Instead of the CPU's cluster of tests/tiny.py.
+GPU = Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0)
+
+
 def needs(kernel):
     """Leave a kernel out that this machine does not have; it says why."""
     if kernel == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
@@ -140,8 +144,7 @@ def test_auto_is_the_kernel_that_the_order_names_first():
 def test_compiled_blocks_and_loss_train_as_eager_ones(tmp_path):
     losses = []
     for given in ({}, {"blocks": True, "loss": True}):
-        made = tiny.recipe(tmp_path, name=f"run-{len(losses)}", steps=5, **given)
-        made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+        made = replace(tiny.recipe(tmp_path, name=f"run-{len(losses)}", steps=5, **given), cluster=GPU)
         tracer = Tracer()
         assert tiny.as_rank(made, tiny.begin(made), tracer).kind is OutcomeKind.DONE
         losses.append(tracer.trace.losses)
@@ -159,8 +162,7 @@ def test_recorded_graphs_train_as_eager_blocks(tmp_path, microbatch, ac):
             tmp_path, name=f"run-{len(losses)}", steps=6, microbatch=microbatch, validate_every=3, ac=ac, layers=3
         )
         # `tiny` makes recipes for a CPU, whose rules refuse CUDA graphs.
-        made = replace(made, compile=Compile(**given))
-        made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+        made = replace(made, compile=Compile(**given), cluster=GPU)
         counters.clear()
         tracer = Tracer()
         assert tiny.as_rank(made, tiny.begin(made), tracer).kind is OutcomeKind.DONE
@@ -172,8 +174,7 @@ def test_recorded_graphs_train_as_eager_blocks(tmp_path, microbatch, ac):
 
 
 def test_steps_before_and_after_a_pause_last_as_long_as_others(tmp_path):
-    made = tiny.recipe(tmp_path, steps=16, validate_every=4, log_every=1)
-    made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+    made = replace(tiny.recipe(tmp_path, steps=16, validate_every=4, log_every=1), cluster=GPU)
     run = tiny.begin(made)
     assert tiny.as_rank(made, run).kind is OutcomeKind.DONE
     seconds = [row[meter.STEP_SECONDS] for row in run.metrics("train")][4:]
@@ -191,8 +192,7 @@ def test_the_update_waits_for_nothing_on_the_device(tmp_path):
         def after_step(self, step, totals):
             torch.cuda.set_sync_debug_mode("default")
 
-    made = tiny.recipe(tmp_path, steps=6, max_grad_norm=0.1, at_end=False)
-    made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+    made = replace(tiny.recipe(tmp_path, steps=6, max_grad_norm=0.1, at_end=False), cluster=GPU)
     try:
         assert tiny.as_rank(made, tiny.begin(made), Watching()).kind is OutcomeKind.DONE
     finally:
@@ -271,8 +271,7 @@ def test_symmetric_memory_changes_no_gradient(pool, tmp_path, row):
     for options in ({}, given):
         made = tiny.recipe(tmp_path, name=f"run-{len(traces)}", steps=4, at_end=False, **layout)
         # `tiny` makes recipes for a CPU, whose rules refuse these options.
-        made = replace(made, parallelism=replace(made.parallelism, **options))
-        made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
+        made = replace(made, parallelism=replace(made.parallelism, **options), cluster=GPU)
         traces.append(pool.run(world, traced, made, tiny.begin(made), limit_seconds=300.0)[0])
     # fp32, in another order of sums.
     assert compare(*traces).largest < 1e-4
@@ -282,8 +281,7 @@ def test_a_copy_to_pinned_memory_has_the_same_bytes(tmp_path):
     tensors = {}
     for mode in (Sync, AsyncPinned):
         made = tiny.recipe(tmp_path / mode.__name__, steps=6)
-        made = replace(made, cluster=Cluster(accelerator="cuda", device="cuda", peak_tflops=1.0))
-        made = replace(made, checkpoint=mode(every=2, keep=0))
+        made = replace(made, cluster=GPU, checkpoint=mode(every=2, keep=0))
         run = tiny.begin(made)
         assert tiny.as_rank(made, run).kind is OutcomeKind.DONE
         tensors[mode] = [path.read_bytes() for path in sorted(run.checkpoints.glob("step-*/rank-*.safetensors"))]

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.conftest import select_part
-from tests.workers import RanksTogether, starts_ranks
+from tests.workers import RanksTogether
 
 PLANTED = {
     "test_planted.py": """
@@ -166,34 +166,23 @@ def test_the_makefile_starts_the_workers_so():
     assert f"TWO_WORKERS := {' '.join(TWO_WORKERS)}\n" in makefile
 
 
-OF_RANKS = "def test_of_ranks(pool): pass\n"
-OF_OTHERS = "def test_of_none(tmp_path): pass\n"
+FILES = {
+    **{f"test_ranks_{number}.py": "def test_of_ranks(pool): pass\n" for number in range(5)},
+    **{f"test_others_{number}.py": "def test(whirlpool): pool = 1\n" for number in range(5)},
+    "fixture.py": "import pytest\n@pytest.fixture\ndef trained(curves): return 1\n",
+}
 
 
-@pytest.fixture
-def scheduler(tmp_path):
-    for number in range(5):
-        (tmp_path / f"test_ranks_{number}.py").write_text(OF_RANKS)
-        (tmp_path / f"test_others_{number}.py").write_text(OF_OTHERS)
-    made = RanksTogether.__new__(RanksTogether)
-    made.config, made._units = SimpleNamespace(rootpath=tmp_path), {}
-    return made
-
-
-def test_files_with_tests_of_ranks_are_two_units(scheduler):
-    units = [scheduler._split_scope(f"test_ranks_{number}.py::test_of_ranks") for number in range(5)]
-    assert units == ["ranks 0", "ranks 1", "ranks 0", "ranks 1", "ranks 0"]
+def test_files_with_tests_of_ranks_are_two_units_and_every_other_file_is_one(tmp_path):
+    for name, source in FILES.items():
+        (tmp_path / name).write_text(source)
+    scheduler = RanksTogether.__new__(RanksTogether)
+    scheduler.config, scheduler._units = SimpleNamespace(rootpath=tmp_path), {}
+    units = {name: scheduler._split_scope(f"{name}::test[a::b]") for name in FILES}
+    assert list(units.values()) == [
+        *("ranks 0", "ranks 1", "ranks 0", "ranks 1", "ranks 0"),
+        *(f"test_others_{number}.py" for number in range(5)),
+        "ranks 1",
+    ]
     # xdist asks again when a test has ended.
     assert scheduler._split_scope("test_ranks_1.py::test_of_ranks") == "ranks 1"
-
-
-def test_every_other_file_is_a_unit(scheduler):
-    units = [scheduler._split_scope(f"test_others_{number}.py::test_of_none[a::b]") for number in range(5)]
-    assert units == [f"test_others_{number}.py" for number in range(5)]
-
-
-def test_a_fixture_that_starts_ranks_is_seen(tmp_path):
-    (tmp_path / "fixture.py").write_text("import pytest\n@pytest.fixture\ndef trained(curves): return 1\n")
-    (tmp_path / "named.py").write_text("pool = 1\ndef test(whirlpool): pass\n")
-    assert starts_ranks(tmp_path / "fixture.py")
-    assert not starts_ranks(tmp_path / "named.py")

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -351,4 +352,4 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path, server):
     place = checkpoints_of(run)
     server.store.objects.clear()
     with pytest.raises(ConfigError, match=f"had saved step 4, and {place} has no checkpoint any more"):
-        begin(run, made, None, started_by="local", report=print)
+        begin(run, made, SimpleNamespace(started_by="local", processes=None, checkpoint=None, report=print))

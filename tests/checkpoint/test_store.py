@@ -390,20 +390,13 @@ def test_each_generator_goes_on_where_its_state_was_taken():
 
 BAD = {
     "no bytes of a generator": {"cpu": bytes(7)},
-    "no bytes": {"cpu": b""},
     "no JSON": {"python": b"\x01\x02\x03"},
-    "a number": {"python": packed(5)},
     "too few values": {"python": packed([3, []])},
-    "too few words": {"python": packed([3, [1, 2], None])},
-    "words of text": {"python": packed([3, ["a"] * 625, None])},
     "another version": {"python": packed([9, [0] * 625, None])},
-    "words that are too large": {"numpy": packed(["MT19937", [2**40] * 624, 0, 0, 0.0])},
     "a word too few": {"numpy": packed(["MT19937", [0] * 623, 0, 0, 0.0])},
     "a position behind the words": {"numpy": packed(["MT19937", [0] * 624, 625, 0, 0.0])},
     "a negative position": {"numpy": packed(["MT19937", [0] * 624, -1, 0, 0.0])},
-    "a position of text": {"numpy": packed(["MT19937", [0] * 624, "a", 0, 0.0])},
     "another generator": {"numpy": packed(["PCG64", [0] * 624, 0, 0, 0.0])},
-    "a mapping": {"numpy": packed({"a": 1})},
 }
 
 

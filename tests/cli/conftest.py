@@ -96,7 +96,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return [{"run": recipe.name, "state": "ended", "outcome": "done"} for recipe in started]
 
     monkeypatch.setattr("titanlab.cli.sweep.submit", submit)
-    monkeypatch.setattr("titanlab.cli.sweep._report", lambda *given: None)
+    monkeypatch.setattr("titanlab.cli.sweep._report", lambda *given, **named: None)
     monkeypatch.setattr("titanlab.cli.sweep.follow", follow)
     monkeypatch.setattr("titanlab.launch.execute.execute", execute)
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
@@ -118,14 +118,14 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
-def say(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def say(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`say("status", folder)`: exit code, standard output, standard error. A file about one verb has it as `VERB`."""
     verb = [request.module.VERB] if hasattr(request.module, "VERB") else []
 
     def call(*words: object) -> tuple[int, str, str]:
-        capfd.readouterr()
+        capsys.readouterr()
         code = main([*verb, *map(str, words)])
-        return code, *capfd.readouterr()
+        return code, *capsys.readouterr()
 
     return call
 

@@ -38,7 +38,7 @@ def sweep(tmp_path):
     return made
 
 
-def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, capfd):
+def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, capsys):
     code, out, err = plan("--calibrate", "layouts")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -68,7 +68,7 @@ def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, capfd):
     for cluster, estimated in (("layouts", True), ("cpu", False)):
         dry = ("sweep", *arguments[:3], f"cluster={cluster}", "seed=1,2", "--dry-run")
         assert main(dry) == 0
-        assert ("est. hours" in capfd.readouterr().out) is estimated
+        assert ("est. hours" in capsys.readouterr().out) is estimated
     # The sweep is still one, and its own file may be written again.
     assert plan("--calibrate", "layouts")[0] == 0
 

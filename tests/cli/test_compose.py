@@ -13,7 +13,6 @@ import yaml
 
 from titanlab import __version__
 from titanlab.checkpoint.schema import Sync
-from titanlab.cli import main
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import VERBS
 from titanlab.data.schema import Stdlib
@@ -151,7 +150,7 @@ def write(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-def test_a_folder_of_ones_own(tmp_path, capsys):
+def test_a_folder_of_ones_own(tmp_path, shown):
     folder = write(
         tmp_path / "mine",
         {
@@ -163,8 +162,7 @@ def test_a_folder_of_ones_own(tmp_path, capsys):
     recipe = the_recipe("--config-dir", str(folder), "+recipe=both")
     assert (recipe.name, recipe.model.layers, recipe.model.dim, recipe.training.seq_len) == ("both", 1, 64, 64)
     assert [recipe.seed for recipe in compose([f"--config-dir={folder}", "+sweeps=seeds", "model=tiny"])] == [3, 4, 5]
-    assert main(["train", "--config-dir", str(folder), "--help"]) == 0
-    assert ", tiny\n" in capsys.readouterr().out
+    assert ", tiny\n" in shown("train", "--config-dir", str(folder), "--help")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from tests.distributed.test_hang import silent, waits
-from tests.records.test_hang_file import values
+from tests.records.test_hang import values
 from titanlab.records import Outcome, OutcomeKind, write_hang
 from titanlab.records.hang import hang_folder, parse_hang
 

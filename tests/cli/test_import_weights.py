@@ -38,13 +38,14 @@ def _alone(recwarn):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_weights_of_another_tool_are_imported(tmp_path, capsys, prefix):
+def test_weights_of_another_tool_are_imported(tmp_path, shown, prefix):
     # What else a checkpoint of torchtitan has.
     other = {"optimizer": {"state": {"norm.weight": {"step": torch.ones(())}}}, "train_state": {"step": 7}}
     weights = saved(tmp_path / "theirs", prefix, **other)
     into = tmp_path / "ours"
-    assert main(["import", str(tmp_path / "theirs"), *MODEL, "--into", str(into), "--name", "mine"]) == 0
-    assert f"init_from={into}" in capsys.readouterr().out
+    assert f"init_from={into}" in shown(
+        "import", str(tmp_path / "theirs"), *MODEL, "--into", str(into), "--name", "mine"
+    )
     source = open_weights(into, "init_from")
     assert source.model == Llama(**SIZES)
     for name, weight in weights.items():

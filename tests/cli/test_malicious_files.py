@@ -9,7 +9,7 @@ import shutil
 import pytest
 import yaml
 
-from tests.records.test_hang_file import values
+from tests.records.test_hang import values
 from tests.sweep.made import Made, begin, end, train
 from titanlab.cli import main
 from titanlab.records import Outcome, OutcomeKind, RunFolder, write_hang

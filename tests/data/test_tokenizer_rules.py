@@ -18,7 +18,6 @@ ENDLESS = r"(a+)+b"
 # Read twice over, from every place: the time grows with the cube of a run's length, and no limit of the library's acts.
 SLOW = r"\w*\w*[^\w\s]{40}"
 TEXT = "a" * 60 + "!"
-TEXT = "a" * 60 + "!"
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from tests.records.test_hang_file import values
+from tests.records.test_hang import values
 from tests.until import until
 from titanlab.distributed import await_notes, hangs_of_others, has_hung, hung_attempt, judged, note_silence
 from titanlab.distributed import hang as silence
@@ -147,6 +147,7 @@ def test_nobody_is_accused_where_no_rank_hangs_or_who_has_spoken(run, stopped):
         return {note.rank: note for note in run.failures(1)}
 
     assert notes() == {}
+    assert process_state(2**22 + 1) is None
     run.write_failure(from_exception(LookupError("x"), rank=0))
     assert set(notes()) == {0}
     run.write_failure(waits(0))
@@ -176,10 +177,6 @@ def test_answers_are_awaited_only_where_ranks_hang(run, monkeypatch):
     monkeypatch.setattr(silence, "ANSWER_SECONDS", 0.1)
     await_notes(run, {0: os.getpid()}, since=0.0, world=3)
     assert [note.rank for note in run.failures(1)] == [0, 1]
-
-
-def test_the_state_of_no_process():
-    assert process_state(2**22 + 1) is None
 
 
 GROUPS = {"0": {"axis": "shard", "ranks": [0, 1, 2]}}
@@ -212,14 +209,10 @@ def test_records_and_what_is_known_of_the_ranks_without_one(hung):
     assert (sorted(found.records), found.damaged, found.world) == ([0, 2], {}, 3)
     assert found.others == {1: "does not answer: its process is stopped (SIGSTOP)"}
     assert (found.diagnosis.ranks, found.diagnosis.pending) == ((1,), "all_reduce (shard, sequence number 3)")
-
-
-@pytest.mark.parametrize(
-    ("cause", "told"), [(None, OutcomeKind.OOM.meaning), ("no memory left; 3 GiB", "no memory left")]
-)
-def test_of_a_rank_that_ended_otherwise_the_cause_or_the_kind_is_told(hung, cause, told):
-    hung.write_failure(Outcome(kind=OutcomeKind.OOM, rank=1, attempt=1, cause=cause))
-    assert hung_attempt(hung, 1).others == {1: told}
+    # The rank ended in another way, with a cause or without.
+    for cause, told in ((None, OutcomeKind.OOM.meaning), ("no memory left; 3 GiB", "no memory left")):
+        hung.write_failure(Outcome(kind=OutcomeKind.OOM, rank=1, attempt=1, cause=cause))
+        assert hung_attempt(hung, 1).others == {1: told}
 
 
 def test_a_rank_that_waits_and_whose_record_is_damaged_is_named(hung):
@@ -233,13 +226,10 @@ def test_a_rank_that_waits_and_whose_record_is_damaged_is_named(hung):
     assert found.diagnosis.ranks == (1,)
 
 
-def test_the_world_is_that_of_the_attempt(hung):
-    hung.begin_attempt({**hung.config(), "world": 5}, {})
-    assert (hung_attempt(hung, 1).world, hung_attempt(hung, 2).world) == (3, 5)
-
-
 @pytest.mark.parametrize("world", [None, 0, -3, "3", 1_000_001])
 def test_a_world_that_is_none_is_not_known(hung, world):
     (hung.attempt_folder(1) / "config.yaml").write_text(config_text({**hung.config(), "world": world}))
     found = hung_attempt(hung, 1)
     assert (found.world, found.diagnosis.ranks) == (0, (1,))
+    hung.begin_attempt({**hung.config(), "world": 5}, {})
+    assert hung_attempt(hung, 2).world == 5

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,8 @@ def tool(driver: Path, script: str) -> None:
 
 def test_without_a_gpu_the_cores_count(driver, monkeypatch):
     assert this_host() == Host(accelerator="cpu", device="cpu", count=cores())
+    tool(driver, "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9")
+    assert this_host().accelerator == "cpu"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert this_host().accelerator == "cpu"
 
@@ -67,29 +71,18 @@ def test_gpus_are_read_from_the_driver(driver):
         ("GPU-1,GPU-2", "A", 2),
         ("0,7,1", "A", 1),  # CUDA stops at the first that is not there.
         ("1,-1,0", "B", 1),
+        *((hidden, "cpu", cores()) for hidden in ("", "-1", "9")),
     ],
 )
 def test_what_is_visible_is_what_there_is(driver, monkeypatch, visible, device, count):
     add(driver, "A", "B", "C")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert this_host() == Host(accelerator="cuda", device=device, count=count)
-
-
-@pytest.mark.parametrize("visible", ["", "-1", "9"])
-def test_all_may_be_hidden(driver, monkeypatch, visible):
-    add(driver, "A", "B")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert this_host().accelerator == "cpu"
+    assert this_host() == Host(accelerator="cpu" if device == "cpu" else "cuda", device=device, count=count)
 
 
 def test_where_the_driver_is_hidden_its_tool_is_asked(driver):
     tool(driver, "echo 'NVIDIA H100 80GB HBM3'; echo; echo 'NVIDIA H100 80GB HBM3'")
     assert this_host() == Host(accelerator="cuda", device="NVIDIA H100 80GB HBM3", count=2)
-
-
-def test_a_tool_without_a_driver_is_no_gpu(driver):
-    tool(driver, "echo 'NVIDIA-SMI has failed because it could not communicate with the NVIDIA driver.'; exit 9")
-    assert this_host().accelerator == "cpu"
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):
@@ -100,34 +93,27 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch):
     assert cores() == 1
 
 
+CPU = Host(accelerator="cpu", device="cpu", count=1)
+TWO = Host(accelerator="cuda", device="NVIDIA A100-SXM4-80GB", count=2)
+
+
 @pytest.mark.parametrize(
-    ("accelerator", "device", "processes", "key"),
+    ("host", "accelerator", "device", "processes", "line"),
     [
-        ("cuda", "NVIDIA H200", 2, None),
-        ("cuda", None, 1, None),
-        ("cuda", "NVIDIA H100 80GB HBM3", 1, "cluster.device"),
-        ("cuda", "NVIDIA H200", 3, "world"),
-        ("cpu", "cpu", 64, None),
+        (TWO, "cuda", "NVIDIA A100-SXM4-80GB", 2, None),
+        (TWO, "cuda", None, 1, None),
+        # Another name of the same device.
+        (TWO, "cuda", "NVIDIA A100 80GB SXM", 1, None),
+        (TWO, "cpu", "cpu", 64, None),
+        (TWO, "cuda", "NVIDIA A100-SXM4-40GB", 1, "cluster.device=NVIDIA A100-SXM4-40GB: this host has NVIDIA A100-SXM4-80GB; "),
+        (TWO, "cuda", "NVIDIA A100-SXM4-80GB", 3, "world=3: this host has 2 GPUs; try world=2"),
+        (CPU, "cuda", "NVIDIA H200", 1, "cluster.accelerator=cuda: this host shows no GPU; "),
     ],
-)
-def test_a_host_is_held_to_what_a_run_is_named_for(accelerator, device, processes, key):
-    host = Host(accelerator="cuda", device="NVIDIA H200", count=2)
-    if key is None:
+)  # fmt: skip
+def test_a_host_is_held_to_what_a_run_is_named_for(host, accelerator, device, processes, line):
+    refused = contextlib.nullcontext() if line is None else pytest.raises(ConfigError, match=f"^{re.escape(line)}")
+    with refused:
         check_host(host, accelerator=accelerator, device=device, processes=processes)
-        return
-    with pytest.raises(ConfigError) as refused:
-        check_host(host, accelerator=accelerator, device=device, processes=processes)
-    assert refused.value.key == key
-
-
-def test_two_names_of_one_device_are_one():
-    host = Host(accelerator="cuda", device="NVIDIA A100-SXM4-80GB", count=1)
-    check_host(host, accelerator="cuda", device="NVIDIA A100 80GB SXM", processes=1)
-    with pytest.raises(ConfigError, match="this host has NVIDIA A100-SXM4-80GB"):
-        check_host(host, accelerator="cuda", device="NVIDIA A100-SXM4-40GB", processes=1)
-    with pytest.raises(ConfigError, match="shows no GPU"):
-        cpu = Host(accelerator="cpu", device="cpu", count=1)
-        check_host(cpu, accelerator="cuda", device="NVIDIA H200", processes=1)
 
 
 def test_a_process_may_have_one_of_several_gpus_for_itself(driver, monkeypatch):

@@ -85,39 +85,19 @@ def _has_terminal():
 
 
 @pytest.mark.usefixtures("_has_terminal")
-def test_a_closed_terminal_ends_a_run_as_ctrl_c_does():
+def test_a_closed_terminal_ends_a_run_as_ctrl_c_does_and_under_nohup_it_is_nothing():
     with stop_request() as request:
         os.kill(os.getpid(), signal.SIGHUP)
         assert STOPS[request.signal] is OutcomeKind.CANCELLED
         assert request.cause == "its terminal was closed (SIGHUP); the run can be resumed"
-
-
-@pytest.mark.usefixtures("_has_terminal")
-def test_under_nohup_a_closed_terminal_is_nothing():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert signal.SIGHUP not in stop.caught_signals()
-        with stop_request() as request:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert request.signal == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert signal.SIGHUP in stop.caught_signals()
-
-
-def test_the_end_of_the_launcher_is_named(monkeypatch):
-    monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_request() as request:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (request.signal, request.cause) == (signal.SIGTERM, "its launcher is gone; the run can be resumed")
-    monkeypatch.setenv("TITANLAB_PARENT", str(os.getppid()))
-    with stop_request() as request:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert (request.signal, request.cause) == (signal.SIGTERM, None)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert request.signal == 0
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_the_end_of_the_launcher_is_named_when_linux_shows_it_late(monkeypatch, arrives):
+def test_the_end_of_the_launcher_is_named_also_when_linux_shows_it_late(monkeypatch, arrives):
     """The signal comes when a thread of the launcher ends, and until the last one has ended it is still the parent.
 
     Another rank may have the signal before this one.
@@ -126,19 +106,16 @@ def test_the_end_of_the_launcher_is_named_when_linux_shows_it_late(monkeypatch, 
     with stop_request() as request:
         if arrives:
             os.kill(os.getpid(), signal.SIGTERM)
+            assert (request.signal, request.cause) == (signal.SIGTERM, None)
         assert request.cause_of(signal.SIGTERM) is None
         monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
         assert request.cause_of(signal.SIGTERM) == "its launcher is gone; the run can be resumed"
         assert request.cause_of(signal.SIGINT) is None
-    early = stop.stopped_early(request, rank=0, attempt=1) if arrives else None
-    assert early is None or early.cause.startswith("its launcher is gone")
-
-
-def test_a_cause_that_was_told_is_kept(monkeypatch):
-    monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
-    request = stop.StopRequest()
-    request.note(signal.SIGTERM, "preempted by another job")
-    assert request.cause_of(signal.SIGTERM) == "preempted by another job"
+        if arrives:
+            assert stop.stopped_early(request, rank=0, attempt=1).cause.startswith("its launcher is gone")
+        # A cause that was told is kept.
+        request.note(signal.SIGTERM, "preempted by another job")
+        assert request.cause_of(signal.SIGTERM) == "preempted by another job"
 
 
 def test_while_a_first_step_is_compiled_a_signal_ends_it_at_once():

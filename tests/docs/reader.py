@@ -125,7 +125,7 @@ class Reader:
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))
         # The first point of many may be one that does not fit: tests/sweep/study leaves such points out.
         patch("titanlab.cli.sweep.fitting", lambda study, *, strictly: study)
-        patch("titanlab.cli.sweep._report", lambda *given: None)
+        patch("titanlab.cli.sweep._report", lambda *given, **named: None)
         patch("titanlab.cli.sweep.follow", lambda folder: [])
         # tests/cli/proofs trains.
         patch("titanlab.cli.proofs.prepare", lambda: None)

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -132,13 +131,3 @@ def test_devices_are_described(monkeypatch):
     assert facts["devices"][0] == {"name": "H", "memory_gib": 80.0, "capability": [9, 0], "peers": [2]}
     assert [device["peers"] for device in facts["devices"]] == [[2], [], [0]]
     assert (facts["nccl_version"], facts["product"]) == ("2.30.1", 64.0**3)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_one_rank_adds_up_its_own_tensor(tmp_path):
-    totals = [0.0]
-    handler = signal.getsignal(signal.SIGINT)
-    torch_script.add_up(0, "gloo", 1, str(tmp_path / "store"), totals)
-    signal.signal(signal.SIGINT, handler)
-    assert totals == [1.0]
-    assert not dist.is_initialized()

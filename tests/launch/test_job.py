@@ -6,12 +6,10 @@ import re
 import signal
 import socket
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import titanlab
 from tests import tiny
 from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError, TitanlabError
@@ -60,22 +58,6 @@ def job_of(run, *, launcher="slurm", restart=0, rank=0, **given):
 def test_who_signals_twice_does_not_want_to_wait(run, launcher, times, hurried):
     signals = [(signal.SIGTERM, when) for when in times]
     assert job_of(run, launcher=launcher, signals=signals).is_hurried is hurried
-
-
-@pytest.mark.parametrize(
-    ("restart", "made_by", "goes_on"),
-    [
-        (1, {"token": "aa", "index": 1}, True),
-        (0, {"token": "aa", "index": 1}, False),
-        (1, {"token": "aa", "index": 0}, False),
-        (1, {"token": "bb", "index": 1}, False),
-        (1, None, False),
-    ],
-)
-def test_a_start_goes_on_with_the_attempt_of_an_earlier_start(run, restart, made_by, goes_on):
-    if made_by is not None:
-        (run.attempt_folder(1) / "job.json").write_text(json.dumps(made_by))
-    assert job_of(run, restart=restart).goes_on is goes_on
 
 
 def test_the_recipe_is_the_runs_with_the_jobs_changes(run):
@@ -138,22 +120,17 @@ def test_what_rank_0_publishes_is_found(run):
     # A job that was requeued finds the file of its first start.
     assert find_meeting(run, "7/b") is None
     assert json.loads((run.attempt_folder(1) / MEETING_FILE).read_text())["schema"] == 1
+    # Two jobs of one run: the second begins while ranks of the first still poll.
+    run.begin_attempt(run.config(), {})
+    assert find_meeting(run, "7/a") == MEETING
 
 
 def test_without_an_attempt_it_is_in_the_run_s_folder_and_has_a_reason(run):
     publish_meeting(run, Rendezvous(start="7/b", reason="done already"))
     found = find_meeting(run, "7/b")
     assert (found.attempt, found.reason, found.members) == (0, "done already", ())
-    assert (run.path / MEETING_FILE).is_file()
     publish_meeting(run, Rendezvous(start="7/c", reason="next"))
     assert find_meeting(run, "7/b") is None
-
-
-def test_a_later_attempt_does_not_hide_the_one_before_it(run):
-    """Two jobs of one run: the second begins while ranks of the first still poll."""
-    publish_meeting(run, MEETING)
-    run.begin_attempt(run.config(), {})
-    assert find_meeting(run, "7/a") == MEETING
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"start": "7/a", "members": 5}', "\0", '"7/a"'])
@@ -236,28 +213,6 @@ def test_a_port_is_free_or_given():
         probe.bind(("", port_of({})))
     with pytest.raises(ConfigError, match="is no port"):
         port_of({"MASTER_PORT": "70000"})
-
-
-CODE = Path(titanlab.__file__).parent
-
-
-def check_code(code):
-    Job(run=RunFolder(code), place=None, token="aa", index=0, code=code).check_code()
-
-
-def test_the_code_may_be_reached_by_another_path(tmp_path):
-    check_code(CODE.parent)
-    (tmp_path / "code").symlink_to(CODE.parent)
-    check_code(tmp_path / "code")
-
-
-@pytest.mark.parametrize("name", ["none", "empty", "copy"])
-def test_other_code_is_refused(tmp_path, name):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "copy" / "titanlab").mkdir(parents=True)
-    told = f"titanlab={CODE}: is not the code of this job, {tmp_path / name}: PYTHONPATH was lost or changed"
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        check_code(tmp_path / name)
 
 
 @pytest.mark.parametrize(("seconds", "ending"), [(0.0, False), (100.0, True)])

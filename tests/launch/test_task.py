@@ -185,7 +185,8 @@ def test_edited_code_trains_nothing(jobs, launcher, tasks):
     codes, said = ended(jobs.start(run, tasks))
     result = run.result()
     assert (codes, result.kind, run.attempts()) == ([2] * tasks, OutcomeKind.INFEASIBLE, [1]), said
-    assert "is not the code of this job" in result.cause
+    assert "is not the code of this job, " in result.cause
+    assert "PYTHONPATH was lost or changed on the way to its processes; have launch.container and" in result.cause
     assert run.metrics("train") == []
 
 

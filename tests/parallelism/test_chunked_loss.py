@@ -27,25 +27,18 @@ def gradients(head, hidden):
 
 @pytest.mark.parametrize("tokens", [1, 4, 21, 100])
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradients_are_those_of_whole_logits(tokens, bias):
+@pytest.mark.parametrize("factor", [SCALE, 3])
+def test_loss_and_gradients_are_those_of_whole_logits(tokens, bias, factor):
+    """Also if the caller's backward pass has another factor than it has said."""
     head, hidden, labels = given(bias=bias)
     expected = loss_sum(head(hidden), labels)
-    (expected * SCALE).backward()
+    (expected * factor).backward()
     wanted = gradients(head, hidden)
     head, hidden, labels = given(bias=bias)
     loss = ChunkedLoss(head, tokens=tokens, scale=SCALE)
     found = loss(lambda: head(hidden), labels)
-    (found * SCALE).backward()
+    (found * factor).backward()
     torch.testing.assert_close(found, expected, **BAR)
-    torch.testing.assert_close(gradients(head, hidden), wanted, **BAR)
-
-
-def test_another_factor_in_the_backward_pass_scales_the_gradients():
-    head, hidden, labels = given()
-    (loss_sum(head(hidden), labels) * 3).backward()
-    wanted = gradients(head, hidden)
-    head, hidden, labels = given()
-    (ChunkedLoss(head, tokens=4, scale=SCALE)(lambda: head(hidden), labels) * 3).backward()
     torch.testing.assert_close(gradients(head, hidden), wanted, **BAR)
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from tests.cover import cover, marks
 from tests.parallelism.pipeline_run import (
@@ -86,22 +86,6 @@ SHARDS_COVERING = cover(SHARDS, lambda row: row, always=SHARDS_ALWAYS, cost=lamb
 def test_shards_in_a_pipeline(pool, name, reshard, axis):
     for found in pool.run(4, equal_to_alone, name, (4,), (reshard, None, axis), 2):
         assert all(max(errors) < TOLERANCE for errors in found), found
-
-
-# Angles stay float32, as in titanlab.parallelism.shard.
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
-
-def mixed(name):
-    run = Run(name, 4, data=2, wrap=shard(False, BF16), dtype=torch.bfloat16)
-    run.step()
-    return run.worst()
-
-
-@pytest.mark.parametrize("name", ["zbv", full("1f1b")])
-def test_bf16(pool, name):
-    # The rounding of weights, activations and products to 8 bits, in 6 layers.
-    assert max(pool.run(4, mixed, name)) < 0.03
 
 
 def misused():

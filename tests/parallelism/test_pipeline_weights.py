@@ -1,22 +1,16 @@
 """Gradients of weights that come later are the same: eager or compiled, in float8, cut over ranks, checkpointed."""
 
 import copy
-from collections import Counter
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.parallelism.pipeline_run import SEQ, TOLERANCE, Run, shard
+from tests.parallelism.pipeline_run import SEQ, TOLERANCE, Run
 from titanlab.options import schema_of
-from titanlab.parallelism import pipeline_weights
-from titanlab.parallelism.pipeline_weights import DeferredWeights, linear
+from titanlab.parallelism.pipeline_weights import DeferredWeights
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveOp
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model import llama
@@ -107,39 +101,6 @@ def test_a_layer_that_is_called_twice_computes_at_once():
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def pipelined(name, data, backend):
-    """(error of a gradient, products that were computed later, linear layers) of ranks with compiled blocks."""
-    calls = Counter()
-    accumulate = pipeline_weights._accumulate
-
-    def compiled(stage, mesh):
-        Compile(blocks=True, backend=backend).implementation().compile_blocks(stage.layers.values())
-        if data > 1:
-            shard(False)(stage, mesh)
-
-    def watched(waiting):
-        calls["late"] += 1
-        accumulate(waiting)
-
-    torch._dynamo.reset()
-    run = Run(name, 4, wrap=compiled, data=data)
-    with patch.object(pipeline_weights, "_accumulate", watched):
-        run.step()
-    layers = sum(isinstance(layer, nn.Linear) for stage in run.stages.values() for layer in stage.modules())
-    return run.worst(), calls["late"], layers
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("data", "backend"), [(1, "aot_eager"), (2, "aot_eager"), (1, "inductor")])
-def test_a_pipeline_of_compiled_blocks(pool, data, backend):
-    for worst, late, layers in pool.run(
-        2 * data, pipelined, "interleaved_zero_bubble", data, backend, limit_seconds=400
-    ):
-        assert worst < TOLERANCE
-        # There are four microbatches; some backwards of a schedule are whole.
-        assert layers < late <= 4 * layers
-
-
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_with_gw_hp")
 
 
@@ -211,39 +172,6 @@ def test_checkpointed_blocks_are_computed_again_once(pool, name):
     for worst, forwards, blocks in pool.run(2, checkpointed, name):
         assert worst < TOLERANCE
         assert forwards == 2 * blocks
-
-
-def cut_layer():
-    """Error of the gradient of a layer that is cut over two ranks, and its gradient when nothing was computed yet."""
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    layer, whole = nn.Linear(6, 8), nn.Linear(6, 8)
-    layer.weight = nn.Parameter(distribute_tensor(whole.weight.data, mesh, [Shard(0)]))
-    layer.bias = None
-    layer.forward = lambda inputs: linear(layer, inputs)
-    deferred = DeferredWeights(nn.Sequential(layer))
-    inputs = torch.randn(2, 3, 5, 6)
-    mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-    before = []
-    for microbatch in range(2):
-        output = layer(inputs[microbatch])
-        with deferred.collect(microbatch):
-            output.square().sum().backward()
-        before.append(layer.weight.grad)
-    for microbatch in (1, 0):
-        deferred.compute(microbatch)
-        (inputs[microbatch] @ whole.weight.t()).square().sum().backward()
-    assert isinstance(layer.weight.grad, DTensor)
-    assert layer.weight.grad.placements == layer.weight.placements
-    expected = whole.weight.grad[mine]
-    return ((layer.weight.grad.to_local() - expected).norm() / expected.norm()).item(), before
-
-
-def test_a_layer_that_is_cut_over_ranks(pool):
-    for error, before in pool.run(2, cut_layer):
-        assert error < TOLERANCE
-        assert before == [None, None]
 
 
 def test_biases_and_other_layers_are_computed_at_once():

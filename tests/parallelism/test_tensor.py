@@ -89,12 +89,6 @@ def test_columns_are_split_as_dtensor_splits_them(vocabulary, ranks):
     assert firsts == [int(part[0]) for part in parts] + [vocabulary] * (ranks - len(parts))
 
 
-def test_all_functions_without_communication_are_compiled():
-    compiled = []
-    split = SplitLoss(Columns(), compiled=lambda function: compiled.append(function) or function)
-    assert compiled == [split.own, split.whole, split.slope]
-
-
 def test_logits_of_16_bits_are_summed_in_float32_and_freed_when_the_loss_is_known():
     kept = []
 

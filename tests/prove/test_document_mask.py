@@ -27,7 +27,7 @@ from titanlab.techniques.model.attention import Packed
 from titanlab.train import assemble
 from titanlab.train import generate as sampling
 from titanlab.train.initialise import fill
-from titanlab.train.starting_weights import open_folder
+from titanlab.train.weights import open_folder
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32

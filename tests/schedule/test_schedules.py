@@ -31,17 +31,6 @@ def test_they_are_complete_and_never_stuck(kind, ranks, stages_per_rank, microba
     assert len(placement) == ranks * schedule.stages_per_rank
 
 
-@pytest.mark.full
-def test_all_of_them_up_to_a_size_are_complete_and_never_stuck():
-    for kind in KINDS:
-        for stages_per_rank in (1, 2, 3, 5) if kind in LOOPED else (2,):
-            schedule = Schedule(kind, stages_per_rank)
-            for ranks in range(1, 8):
-                for microbatches in range(2 * ranks if kind == "dualpipe_v" else 1, 24):
-                    lists = schedule.actions(ranks, microbatches)
-                    assert validate(lists, schedule.placement(ranks), microbatches=microbatches) is None
-
-
 @given(st.sampled_from(KINDS), RANKS, st.integers(1, 4), MICROBATCHES)
 def test_what_they_say_of_their_actions_is_so(kind, ranks, stages_per_rank, microbatches):
     schedule = Schedule(kind, stages_per_rank)

@@ -179,11 +179,6 @@ def test_what_a_run_can_go_on_from_stays(run):
     assert goes(run, keep=1) == []
 
 
-@pytest.fixture
-def made(tmp_path):
-    return Made(tmp_path / "runs")
-
-
 def survey(made, **given):
     """What is found in a sweep, as kinds with paths below the folder of runs."""
     found = Survey(root=made.folder.path.parent, **given)

@@ -109,20 +109,6 @@ def test_only_a_job_in_a_container_asks_scontrol_by_its_batch_file(slurm, tmp_pa
     assert ("TITANLAB_SCONTROL" in job["script"]) == asks
 
 
-def test_a_job_that_may_become_smaller_survives_the_loss_of_a_node(slurm, tmp_path):
-    launch = Slurm(restarts=2, min_world=2)
-    wanted = study(tmp_path / "runs", [{"shard": 6}, {"shard": 2}], launch=launch)
-    submit(wanted, quiet)
-    small, large = sorted(slurm.jobs().values(), key=lambda job: int(job["flags"]["nodes"]))
-    assert large["flags"]["no-kill"] is True
-    assert "--kill-on-bad-exit=0 --wait=600 --no-kill" in large["script"]
-    tasks = large["flags"]["ntasks-per-node"]
-    assert f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks}))" in large["script"]
-    # With one node there is nothing to survive.
-    assert "no-kill" not in small["flags"]
-    assert "no-kill" not in small["script"]
-
-
 def test_submitting_twice_submits_nothing_the_second_time(slurm, tmp_path):
     wanted = study(tmp_path / "runs", MIXED, launch=SLURM)
     assert actions(decide(wanted)) == ["submit"] * 6
@@ -324,33 +310,11 @@ def test_a_folder_whose_path_means_something_else_is_refused(slurm, tmp_path, fo
         check_folder(tmp_path / folder / "runs", [launch])
 
 
-def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.slurm.launcher.MAX_ARRAY", 2)
-    submit(study(tmp_path / "runs", seeds(5), launch=Slurm(array_parallelism=1)), quiet)
-    assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%1", "0-1%1", "0-0%1"]
-
-
 @pytest.mark.parametrize(("limit", "parameters"), [(2, "(null)"), (1001, "bf_interval=2,max_array_tasks=2")])
 def test_arrays_are_as_long_as_the_site_allows(slurm, tmp_path, limit, parameters):
     slurm.set(max_array=limit, parameters=parameters)
     submit(study(tmp_path / "runs", seeds(5), launch=SLURM), quiet)
     assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%2", "0-1%2", "0-0%1"]
-
-
-def test_variables_of_a_shell_do_not_override_the_batch_file(slurm, tmp_path, monkeypatch):
-    for name in ("JOB_NAME", "PARTITION", "TIMELIMIT", "SIGNAL", "EXPORT", "ARRAY_INX", "WAIT", "ACCOUNT", "QOS"):
-        monkeypatch.setenv(f"SBATCH_{name}", "theirs")
-    # srun's own win over what a job asks for; the last one is of a job with a container.
-    for name in ("MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK", "SRUN_CONTAINER", "TITANLAB_SCONTROL"):
-        monkeypatch.setenv(name, "1")
-    launch = Slurm(account="mine", environment={"MASTER_PORT": "29500"})
-    submit(study(tmp_path / "runs", seeds(1), launch=launch), quiet)
-    (job,) = slurm.jobs().values()
-    # On whose behalf is a matter of the shell's, where launch does not say it.
-    assert [name for name in job["environment"] if name.startswith(("SBATCH_", "MASTER_", "SRUN_", "TITANLAB_S"))] == [
-        "SBATCH_QOS"
-    ]
-    assert "export MASTER_PORT=29500" in job["script"].splitlines()
 
 
 def test_an_answer_of_sbatch_that_is_lost_is_found_in_the_queue(slurm, tmp_path):

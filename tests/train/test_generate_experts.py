@@ -19,8 +19,8 @@ from titanlab.data import source
 from titanlab.distributed import ALONE, open_world
 from titanlab.train import generate as sampling
 from titanlab.train.initialise import fill
-from titanlab.train.starting_weights import open_folder
 from titanlab.train.totals import set_biases
+from titanlab.train.weights import open_folder
 
 STEPS, SEQUENCES, RATE = 4, 8, 0.05
 WITH_BIASES = replace(MODEL, bias_rate=RATE)

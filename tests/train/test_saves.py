@@ -26,7 +26,7 @@ from titanlab.prove.parity import trace
 from titanlab.records import OutcomeKind, RunFolder, classify, from_exit
 from titanlab.system import FolderGone, disk_fault
 from titanlab.train import Observer, check_beginning
-from titanlab.train import saves as module
+from titanlab.train import train as module
 from titanlab.train.dcp import run_source
 from titanlab.train.generate import _load
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 POSITION = "position.json"
 # A file of 512 ranks on GPUs has about a fifteenth of this size.
 MOST_BYTES = 1 << 28
-# Range of float32's normal numbers.
-_LEAST_SCALE, _MOST_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
-
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # The range of torch's numbers: JSON's 1e400 would be infinite.
@@ -105,35 +102,18 @@ def position_bytes(saved: SavedPosition) -> bytes:
 
 
 def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | None = None) -> SavedPosition:
-    """Read position.json, and check every value in it.
-
-    Args:
-        key, cure: for the error.
-        content: the file's content, if it has been read already.
+    """Read position.json, or check its content, if that has been read already.
 
     Raises:
         DamagedCheckpoint: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
     """
-    try:
+    with _usable(checkpoint, key, POSITION, cure):
         content = folder_at(checkpoint).read(POSITION, MOST_BYTES) if content is None else content
         file = parsed(content, SavedPosition, POSITION)
-    except DamagedFile as error:
-        raise DamagedCheckpoint(key, checkpoint, f"is damaged: {error}", cure) from error
-    except OSError as error:
-        # The file may be whole: the disk or its permissions are at fault.
-        reason = f"its {POSITION} cannot be read ({error.strerror or type(error).__name__})"
-        raise ConfigError(key, checkpoint, reason, cure) from error
-    rule, step_in_name = None, step_named(checkpoint)
-    samples, scale = file.data.get("samples", 0), file.loss_scale.get("scale", 1.0)
-    if type(samples) is not int or not 0 <= samples < 2**63:
-        rule = f"has data={one_line(json.dumps(file.data))}: its samples must be a whole number from 0"
-    elif not _LEAST_SCALE <= scale <= _MOST_SCALE:
-        # With a factor of 0, for example, no gradient would be finite.
-        rule = f"has loss_scale={json.dumps(file.loss_scale)}: its scale must be a factor that float32 has"
-    elif step_in_name not in (None, file.step):
-        rule = f"is of step {file.step}, and the folder's name says {step_in_name}"
-    if rule is not None:
-        raise DamagedCheckpoint(key, checkpoint, f"its {POSITION} {rule}", cure)
+    step = step_named(checkpoint)
+    if step not in (None, file.step):
+        rule = f"its {POSITION} is of step {file.step}, and the folder's name says {step}"
+        raise DamagedCheckpoint(key, checkpoint, rule, cure)
     return file
 
 
@@ -166,19 +146,12 @@ def check_progress(
 
 
 def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: str) -> None:
-    """Check that a checkpoint's files have the sizes that they had when it was saved.
-
-    Raises:
-        DamagedCheckpoint: a file is missing, or has another size.
-        StoreFault: the store does not answer, or refuses.
-    """
+    """Check that a checkpoint's files have the sizes that they had when it was saved."""
     known = folder_at(checkpoint).sizes(files)
     for name, size in files.items():
-        if name not in known:
-            raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} is missing", cure)
-        if known[name] != size:
-            rule = f"is damaged: its file {name} has {known[name]} bytes, and had {size} when it was saved"
-            raise DamagedCheckpoint(key, checkpoint, rule, cure)
+        if known.get(name) != size:
+            rule = f"has {known[name]} bytes, and had {size} when it was saved" if name in known else "is missing"
+            raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} {rule}", cure)
 
 
 # Prefix of the names of an optimizer's states; a parameter's name follows.
@@ -187,18 +160,19 @@ KEY = "checkpoint.load_from"
 
 
 class Readable(Protocol):
-    """What a run can load: a checkpoint, or a folder of another format that has a position.json too."""
+    """What a run can load: a checkpoint, or a folder of another format that has a position.json too.
+
+    Attributes:
+        names: of all entries.
+    """
 
     @property
-    def saved(self) -> SavedPosition:
-        """The content of position.json."""
+    def saved(self) -> SavedPosition: ...
 
     @property
-    def names(self) -> AbstractSet[str]:
-        """The names of all entries."""
+    def names(self) -> AbstractSet[str]: ...
 
-    def reader(self, checkpoint: Place, key: str) -> Reader:
-        """Reads the tensors."""
+    def reader(self, checkpoint: Place, key: str) -> Reader: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,27 +194,17 @@ class Contents:
 
 
 def read_contents(checkpoint: Place, key: str) -> Contents:
-    """Read a checkpoint's index and position, and check them and the sizes of its other files.
-
-    Raises:
-        DamagedCheckpoint: it is damaged, or has a value that no run saves.
-        ConfigError: it is of a later format.
-    """
+    """Read a checkpoint's index and position, and check them and the sizes of its other files."""
     # Imported here: it needs numpy, and a command that starts a new run reads no index.
     from titanlab.checkpoint.index import PositionSum
 
-    index = indexed(checkpoint, key)
-    try:
+    index, cure = indexed(checkpoint, key), earlier_hint(checkpoint)
+    with _usable(checkpoint, key, POSITION, cure):
         content = folder_at(checkpoint).read(POSITION, MOST_BYTES)
-    except (DamagedFile, OSError) as error:
-        raise _unusable(checkpoint, key, POSITION, error) from error
     if PositionSum.of(content) != index.position:
         raise damaged(checkpoint, key, f"its file {POSITION} has other bytes than were saved")
-    cure = earlier_hint(checkpoint)
     saved = read_position(checkpoint, key, cure=cure, content=content)
-    if saved.files != {file.name: file.size for file in index.files}:
-        raise damaged(checkpoint, key, f"its {POSITION} and its {INDEX} have other files")
-    check_files(checkpoint, saved.files, key, cure=cure)
+    check_files(checkpoint, {file.name: file.size for file in index.files}, key, cure=cure)
     return Contents(saved=saved, entries=index)
 
 
@@ -248,11 +212,25 @@ def indexed(checkpoint: Place, key: str) -> CheckpointIndex:
     from titanlab.checkpoint.index import OtherFormat, read_index
 
     try:
-        return read_index(checkpoint)
+        with _usable(checkpoint, key, INDEX):
+            return read_index(checkpoint)
     except OtherFormat as error:
         raise ConfigError(key, checkpoint, one_line(error), "use the version of titanlab that saved it") from error
-    except (DamagedFile, OSError) as error:
-        raise _unusable(checkpoint, key, INDEX, error) from error
+
+
+@contextlib.contextmanager
+def _usable(checkpoint: Place, key: str, name: str, cure: str | None = None) -> Iterator[None]:
+    """Raise the errors of reading a file as ConfigError, with a cure; None: names the checkpoint before."""
+    try:
+        yield
+    except DamagedFile as error:
+        if cure is None:
+            raise damaged(checkpoint, key, error) from error
+        raise DamagedCheckpoint(key, checkpoint, f"is damaged: {error}", cure) from error
+    except OSError as error:
+        # The file may be whole: the disk or its permissions are at fault.
+        reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
+        raise ConfigError(key, checkpoint, reason, cure or earlier_hint(checkpoint)) from error
 
 
 def check_checkpoint(
@@ -266,10 +244,6 @@ def check_checkpoint(
 
     Returns:
         its position.json.
-
-    Raises:
-        DamagedCheckpoint: it is damaged or would run code.
-        ConfigError: it belongs to another model.
     """
     saved = read(checkpoint, key).saved
     saved_shapes = dict(saved.parameters)
@@ -277,7 +251,10 @@ def check_checkpoint(
     if saved_shapes == declared:
         return saved
     name = next(name for name in [*declared, *saved_shapes] if saved_shapes.get(name) != declared.get(name))
-    shapes = f"{one_line(name)} is {_shape(saved_shapes.get(name))} there and {_shape(declared.get(name))} here"
+    there, here = (
+        one_line("×".join(map(str, known[name]))) if name in known else "absent" for known in (saved_shapes, declared)
+    )
+    shapes = f"{one_line(name)} is {there} there and {here} here"
     raise ConfigError(key, checkpoint, f"is of another model: {shapes}", "choose the model that it was trained as")
 
 
@@ -322,18 +299,6 @@ def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
         raise ConfigError(
             "training.steps", steps, f"the checkpoint {checkpoint} is of step {step} already", f"try {2 * step}"
         )
-
-
-def _unusable(checkpoint: Place, key: str, name: str, error: DamagedFile | OSError) -> ConfigError:
-    if isinstance(error, DamagedFile):
-        return damaged(checkpoint, key, error)
-    # The file may be whole: the disk or its permissions are at fault.
-    reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
-    return ConfigError(key, checkpoint, reason, earlier_hint(checkpoint))
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "absent" if shape is None else one_line("×".join(str(size) for size in shape))
 
 
 def parent_of(load_from: str | None) -> dict[str, Any]:

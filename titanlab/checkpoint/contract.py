@@ -177,6 +177,3 @@ class CheckpointConfig(ABC):
             rule = f"no multiple of checkpoint.every={self.every}, so few of these steps would be saved"
             nearest = max(1, round(self.keep_every / self.every)) * self.every
             raise ConfigError("checkpoint.keep_every", self.keep_every, rule, f"try {nearest}")
-
-
-Intervals = CheckpointConfig

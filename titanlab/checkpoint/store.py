@@ -127,9 +127,6 @@ def complete(started: StartedSave, staged: Callable[[], Staged], target: Target)
     Args:
         staged: returns this rank's part, or raises the error with which it could not be staged.
         target: as for `begin`; another thread needs its own `world` and `warn`.
-
-    Raises:
-        OSError: the disk is full; the partial checkpoint is removed.
     """
 
     def finish() -> None:
@@ -149,12 +146,7 @@ def complete(started: StartedSave, staged: Callable[[], Staged], target: Target)
 def write_and_publish(
     staged: Callable[[], Staged], started: StartedSave, world: World, finish: Callable[[], None] = lambda: None
 ) -> None:
-    """Write every rank's file, then position.json and the index. Does not use the model.
-
-    Args:
-        staged: returns this rank's part, or raises the error with which it could not be staged.
-        finish: called on rank 0 when all files are durable.
-    """
+    """Write every rank's file, then position.json and the index; rank 0 calls `finish` when all are durable."""
 
     def written() -> tuple[IndexedFile, Mapping[str, str]]:
         data = staged()

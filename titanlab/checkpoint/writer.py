@@ -164,7 +164,7 @@ def shard_of(parts: Sequence[Part], rank: int) -> CheckpointShard:
             "shape": list(part.sizes) if known else [size],
             "data_offsets": [end, end + size],
         }
-        tensors[number] = part._replace(start=end)
+        tensors[number] = Part(*part[:5], end)
         end += size
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
@@ -172,7 +172,7 @@ def shard_of(parts: Sequence[Part], rank: int) -> CheckpointShard:
     return CheckpointShard(
         name=f"rank-{rank:05d}.safetensors",
         header=header,
-        parts=[part._replace(start=len(header) + part.start) for part in tensors],
+        parts=[Part(*part[:5], len(header) + part.start) for part in tensors],
         objects=[part.name for part in parts if not part.dtype],
         size=len(header) + end,
     )

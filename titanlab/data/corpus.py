@@ -74,20 +74,12 @@ class Corpus:
         return "; ".join(parts)
 
     def documents(self) -> Iterator[str]:
-        """Every complete document that is not empty.
-
-        Raises:
-            ConfigError: a file cannot be read, or does not have the format of its file name's ending.
-        """
+        """Every complete document that is not empty."""
         for file in self.files:
             yield from self._documents_of(file)
 
     def check(self) -> None:
-        """Check that the beginnings of about 100 files can be read and have text; no file is read completely.
-
-        Raises:
-            ConfigError: a file cannot be read or does not have the format of its ending, or all files are empty.
-        """
+        """Check that the beginnings of about 100 files can be read and have text; no file is read completely."""
         for file in self.files:
             if builder := _TABLES.get(_ending(file)):
                 rule = "is a table, and not text"
@@ -230,11 +222,7 @@ class Corpus:
 
 
 def corpus_of(patterns: str, text_field: str) -> Corpus:
-    """The corpus of the files that match; from folders and globs, leaves out files that describe data beside them.
-
-    Raises:
-        ConfigError: a pattern matches no file.
-    """
+    """The corpus of the files that match; from folders and globs, leaves out files that describe data beside them."""
     files = matching(patterns)
     named = {Path(pattern) for pattern in _patterns(patterns)}
     about = set()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlab.data import cache, tokenizers
-from titanlab.data.contract import Report, State, Stream, damaged, is_count
+from titanlab.data.contract import Report, Stream, damaged, is_count
 from titanlab.data.corpus import is_held_out, matching, whole_characters
 from titanlab.data.schema import LOCAL_BUILDERS, HuggingFace
 from titanlab.data.source import check_multiple, check_validation
@@ -55,18 +55,17 @@ class HuggingFaceSource(CachedText[HuggingFace]):
             if not config.validation_documents:
                 check_validation(None, *self.held_out)
 
-    def open_train(self, *, state: State | None, **how: Any) -> Stream:
+    def open_train(self, *, seed: int, seq_len: int, **place: Any) -> Stream:
         from titanlab.data import streaming
 
-        # No seed: documents come in the dataset's order, so that a position is a place in the dataset.
-        del how["seed"]
+        # The seed is not used: documents come in the dataset's order, so that a position is a place in the dataset.
         dataset, reader = open_dataset(self.config, self.config.split), self.tokenizer()
         stream: Stream = streaming.StreamingStream(
             lambda number, position: StreamDocuments(dataset, self.config, reader, number, position),
             streams=self.config.streams,
             fingerprint=self.fingerprint(),
-            state=state,
-            **how,
+            seq_len=seq_len,
+            **place,
         )
         if self.config.prefetch:
             stream = streaming.ReadAhead(stream, self.config.prefetch)
@@ -176,11 +175,7 @@ class StreamDocuments:
         return {"epoch": self._epoch, "seen": self._seen, "kept": self._kept, "dataset": state}
 
     def next(self) -> npt.NDArray[np.uint32]:
-        """The next document, uint32 `[tokens]`.
-
-        Raises:
-            ConfigError: the dataset has no column `text_field`, or no text for this stream.
-        """
+        """The next document, uint32 `[tokens]`."""
         # Imported here: the checks of a recipe need no numpy.
         import numpy as np
 
@@ -254,11 +249,7 @@ def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
 
 
 def text_of(row: dict[str, Any], config: HuggingFace) -> str:
-    """The text of a row; empty if it is null.
-
-    Raises:
-        ConfigError: the row has no column `text_field`, or its value is not a string.
-    """
+    """The text of a row; empty if it is null."""
     if config.text_field not in row:
         raise ConfigError(
             "data.text_field", config.text_field, f"is no column of {config.path}", f"it has: {', '.join(row)[:80]}"
@@ -272,11 +263,7 @@ def text_of(row: dict[str, Any], config: HuggingFace) -> str:
 
 
 def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> Any:
-    """Open an HF `IterableDataset`; reads only the dataset's description.
-
-    Raises:
-        ConfigError: there is no such dataset or split, or it cannot be reached.
-    """
+    """Open an HF `IterableDataset`; reads only the dataset's description."""
     if config.path not in LOCAL_BUILDERS and not os.path.exists(config.path) and not is_offline():
         check_reachable(config.path, "data.path")
     options = {"name": config.name, "revision": config.revision, "data_files": list(config.data_files) or None}

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import errno
+import functools
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from titanlab.data import cache, tokenizers
-from titanlab.data.contract import DOCUMENT_MASK, DataSource, Report, Rows, Separators, State, Stream, check_separators
+from titanlab.data.contract import DOCUMENT_MASK, DataSource, Report, Rows, Separators, Stream, check_separators
 from titanlab.data.corpus import Corpus, corpus_of, is_held_out, library_of_python
 from titanlab.data.schema import Files, Stdlib, Text, TokenFolder
 from titanlab.data.shards import INDEX, ShardIndex, fingerprint_of, is_whole, read_index
@@ -48,13 +48,15 @@ class ShardSource(DataSource):
     def separators(self) -> Separators:
         return Separators(begin=self.index.bos_id, end=self.index.eos_id)
 
-    def open_train(self, *, seq_len: int, state: State | None, **how: Any) -> Stream:
+    def open_train(self, *, seed: int, seq_len: int, **place: Any) -> Stream:
         # Imported here: it needs numpy, and the checks do not.
-        from titanlab.data.indexed import IndexedStream, Split
+        from titanlab.data.indexed import NumberedStream, Split, shuffled
 
         check_sequences(self.index, seq_len)
         split = Split(self.folder, self.index, "train", seq_len)
-        return IndexedStream(split, fingerprint=self.fingerprint(), state=state, **how)
+        identity = {"fingerprint": self.fingerprint(), "seed": seed, "seq_len": seq_len}
+        order = functools.partial(shuffled, seed=seed, n=split.sequences)
+        return NumberedStream(order, split.gather, identity=identity, **place)
 
     def open_validation(self, *, seq_len: int, **how: int) -> Rows:
         from titanlab.data.indexed import HeldOutRows, Split
@@ -73,7 +75,7 @@ class CachedText(ShardSource, Generic[TextConfig]):
     def make(self, folder: Path, report: Report) -> None:
         """Fill an empty folder with the shards."""
 
-    @cached_property
+    @functools.cached_property
     def index(self) -> ShardIndex:
         if not self.folder.is_dir():
             raise ConfigError("data", self.config.kind, f"{self.folder} is missing", "prepare the data first")
@@ -92,11 +94,7 @@ class CachedText(ShardSource, Generic[TextConfig]):
         return ["trained", self.config.vocab_size] if named is None else named.fingerprint
 
     def check_tokens(self, vocab_size: int) -> None:
-        """Check the rules for the vocabulary of the model, of `vocab_size`, and for document masks.
-
-        Raises:
-            ConfigError: a rule is broken.
-        """
+        """Check the rules for the vocabulary of the model, of `vocab_size`, and for document masks."""
         named = named_tokenizer(self.config)
         check_vocab_size(vocab_size, self.config.vocab_size if named is None else named.vocab_size)
         if self.config.document_mask and named is not None:
@@ -108,7 +106,7 @@ class CachedText(ShardSource, Generic[TextConfig]):
 class PreparedText(CachedText[Files | Stdlib]):
     """Files, or the standard library of this Python, that become token shards in the cache."""
 
-    @cached_property
+    @functools.cached_property
     def corpus(self) -> Corpus:
         if isinstance(self.config, Stdlib):
             return library_of_python()
@@ -117,16 +115,16 @@ class PreparedText(CachedText[Files | Stdlib]):
     def fingerprint(self) -> str:
         return self._fingerprint
 
-    @cached_property
+    @functools.cached_property
     def _fingerprint(self) -> str:
         tokenizer, content = self.tokenizer_identity(), content_of(self.corpus)
         return cache.hash_of_values(ORDER, content, self.corpus.text_field, tokenizer, self.config.validation_fraction)
 
-    @cached_property
+    @functools.cached_property
     def folder(self) -> Path:
         return cache.root() / "tokens" / f"{self.config.kind}-{self.fingerprint()}"
 
-    @cached_property
+    @functools.cached_property
     def held_out(self) -> tuple[str, object]:
         return "data.validation_fraction", self.config.validation_fraction
 
@@ -161,7 +159,7 @@ class TokenFolderSource(ShardSource):
     def held_out(self) -> tuple[str, object]:
         return "data.folder", self.config.folder
 
-    @cached_property
+    @functools.cached_property
     def index(self) -> ShardIndex:
         return read_index(self.folder)
 
@@ -195,11 +193,7 @@ def named_tokenizer(config: Text) -> Tokenizer | None:
 
 
 def content_of(corpus: Corpus) -> str:
-    """A hash of a corpus's files; 32 hexadecimal digits.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
+    """A hash of a corpus's files; 32 hexadecimal digits."""
     try:
         return cache.hash_of_files(corpus.files)
     except OSError as error:
@@ -208,11 +202,7 @@ def content_of(corpus: Corpus) -> str:
 
 
 def make_shards(folder: Path, corpus: Corpus, config: Text, *, fingerprint: str, report: Report) -> ShardIndex:
-    """Fill an empty folder with the token shards of a corpus; if the config names no tokenizer, train one first.
-
-    Raises:
-        ConfigError: the corpus or the tokenizer cannot be used.
-    """
+    """Fill an empty folder with the token shards of a corpus; if the config names no tokenizer, train one first."""
     # Imported here: they need numpy or sentencepiece, and the checks do not.
     from titanlab.data import new_tokenizer, shards
 
@@ -246,11 +236,7 @@ def make_shards(folder: Path, corpus: Corpus, config: Text, *, fingerprint: str,
 
 
 def train_tokenizer(texts: Iterable[str], config: Text, folder: Path, report: Report) -> Tokenizer:
-    """Train a tokenizer in a folder of token shards, and report it.
-
-    Raises:
-        ConfigError: the texts are too few for the vocabulary.
-    """
+    """Train a tokenizer in a folder of token shards, and report it."""
     from titanlab.data import new_tokenizer
 
     started, file = time.monotonic(), folder / "tokenizer.model"

@@ -133,11 +133,7 @@ class Tokenizer(Protocol):
 
 
 def find(path: Path, key: str = "data.tokenizer") -> Path:
-    """The tokenizer's file at a path, which may be a folder that contains one.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """The tokenizer's file at a path, which may be a folder that contains one."""
     if path.is_dir():
         # The JSON first: the .model of a folder from the hub may have a format that SentencePiece cannot read.
         for name in (_JSON, _MODEL, ORIGINAL):
@@ -150,11 +146,7 @@ def find(path: Path, key: str = "data.tokenizer") -> Path:
 
 
 def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
-    """Read a tokenizer; the file's content decides its kind.
-
-    Raises:
-        ConfigError: there is no such file, or it is not a tokenizer of a known kind.
-    """
+    """Read a tokenizer; the file's content decides its kind."""
     path = find(path, key)
     try:
         content = content_of(path)
@@ -475,9 +467,6 @@ def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path
     Args:
         vocabulary: id of each token, as the tokenizers library has read it.
         description: the content of the tokenizer.json; None for other formats.
-
-    Raises:
-        ConfigError: one of these rules is broken.
     """
     check_size(len(vocabulary), path, key)
     again = "fetch the file again"
@@ -551,11 +540,7 @@ def try_patterns(path: Path, key: str, patterns: Sequence[str]) -> None:
 
 
 def probe(tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
-    """Encode and decode long runs of one character, on which regular expressions are slow.
-
-    Raises:
-        ConfigError: Oniguruma has given up, or the tokenizer cannot decode.
-    """
+    """Encode and decode long runs of one character, on which regular expressions are slow."""
     characters = dict.fromkeys("a0 \n'=é中" + "".join(filter(str.isprintable, "".join(patterns))))
     runs = [character * _RUN for character in list(characters)[:40]]
     text = _PLAIN + "!".join([*runs, string.ascii_letters * 10, string.punctuation * 10])

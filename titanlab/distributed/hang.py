@@ -259,13 +259,10 @@ class Watchdog:
         state: RankState = "waits" if waits_for_others(line.file) else "stands"
         if is_busy:
             state = "computes"
-        if since is None:
-            event, limit = f"{phase.where} did not end within {phase.limit or 0.0:g} s", phase.limit
-        else:
-            event, limit = (
-                f"{phase.where} had not ended after {trimmed(since)} s, when another rank reached its limit",
-                None,
-            )
+        event, limit = f"{phase.where} did not end within {phase.limit or 0.0:g} s", phase.limit
+        if since is not None:
+            limit = None
+            event = f"{phase.where} had not ended after {trimmed(since)} s, when another rank reached its limit"
         outcome = Outcome(
             kind=OutcomeKind.HANG,
             step=phase.step,

@@ -30,7 +30,6 @@ from titanlab.checkpoint import (
 from titanlab.data import keep, source
 from titanlab.distributed import (
     NATIVE_SIGN,
-    Host,
     judged,
     read_stop,
     share_of_cores,
@@ -111,16 +110,7 @@ def make_attempts(run: RunFolder, group: Group) -> Outcome:
     while True:
         try:
             recipe = group.next_recipe()
-            attempt = begin(
-                run,
-                recipe,
-                this_host(),
-                started_by=group.started_by,
-                report=group.report,
-                processes=group.processes,
-                environ={**os.environ, **given_cores(group.started_by, os.environ)},
-                checkpoint=group.checkpoint,
-            )
+            attempt = begin(run, recipe, group)
         except Exception as error:
             return group.refused(error)
         if group.job is not None:
@@ -132,22 +122,10 @@ def make_attempts(run: RunFolder, group: Group) -> Outcome:
             return outcome
 
 
-def begin(
-    run: RunFolder,
-    recipe: Recipe,
-    host: Host,
-    *,
-    started_by: str,
-    report: Callable[[str], None],
-    processes: int | None = None,
-    environ: Mapping[str, str] = os.environ,
-    checkpoint: Place | None = None,
-) -> int:
+def begin(run: RunFolder, recipe: Recipe, group: Group) -> int:
     """Begin the next attempt at a claimed run. Returns its number.
 
-    Args:
-        processes: of the run on this host; None: all of them.
-        checkpoint: chosen by the user, and the run's newest; if it is damaged, an older one is not tried.
+    If a checkpoint that the user has chosen is damaged, an older one is not tried.
 
     Raises:
         ConfigError: the run's checkpoint is missing, damaged, or of another model; or a file that the attempt appends
@@ -157,14 +135,16 @@ def begin(
         if path.is_symlink() or (path.exists() and not path.is_file()):
             what = "a symbolic link" if path.is_symlink() else "no regular file"
             raise ConfigError("run", path, f"is {what}, and this attempt would append to it", "remove it")
-    if checkpoint is None:
-        pass_over_damaged(run, recipe, report)
-    devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
-    own = thread_variables(environ, share_of_cores(processes or recipe.layout.world, environ), recipe.launch.threads)
-    provenance = collect(devices=devices, launcher=started_by, threads=thread_count({**environ, **own}))
+    if group.checkpoint is None:
+        pass_over_damaged(run, recipe, group.report)
+    devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": this_host().count}
+    environ = {**os.environ, **given_cores(group.started_by, os.environ)}
+    share = share_of_cores(group.processes or recipe.layout.world, environ)
+    threads = thread_count({**environ, **thread_variables(environ, share, recipe.launch.threads)})
+    provenance = collect(devices=devices, launcher=group.started_by, threads=threads)
     attempt = run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
-    if checkpoint is not None:
-        run.note_chosen(attempt, step_of(checkpoint))
+    if group.checkpoint is not None:
+        run.note_chosen(attempt, step_of(group.checkpoint))
     return attempt
 
 

@@ -292,22 +292,24 @@ def lost_ranks(job: Job, attempt: int, *, known: Collection[int] = (), seconds: 
             taken = job.launcher.lost_nodes(place)
             gone = {rank for rank in expected if place.node_of(rank) in taken}
             ask_at = time.monotonic() + _ASK_SECONDS
-        absent = {rank for rank in expected if not (folder / str(rank)).exists()}
+        answered: set[str] = set()
+        with contextlib.suppress(OSError):
+            # One call of the file system instead of one for each rank.
+            answered = set(os.listdir(folder))
+        absent = {rank for rank in expected if str(rank) not in answered}
         if absent <= gone or time.monotonic() >= end:
-            return _loss(place, absent | gone, gone, seconds)
+            break
         if job.signals:
             return Loss()
         time.sleep(_ANSWER_POLL_SECONDS)
-
-
-def _loss(place: ProcessPlace, lost: Collection[int], gone: Collection[int], seconds: float) -> Loss:
+    lost = absent | gone
     if not lost:
         return Loss()
     counts = {node: sum(place.node_of(rank) == node for rank in lost) for node in place.nodes}
     nodes = tuple(node for node, count in counts.items() if count == place.ranks_per_node)
     where = [node for node, count in counts.items() if count]
     is_one = len(lost) == 1
-    if set(lost) - set(gone):
+    if lost - gone:
         reason = f"{'does' if is_one else 'do'} not answer within {seconds:g} s"
     else:
         reason = f"{'is' if is_one else 'are'} lost: {place.launcher} has taken {_listed('node', where)} from the job"

@@ -114,22 +114,19 @@ def _lead(job: Job) -> int:
         except TitanlabError as error:
             say(f"error: {error}")
             return _nothing_to_do(job, str(error), code=error.exit_code)
+        group: RankGroup | RanksHere
+        if job.has_a_task_for_each_rank:
+            group = RankGroup(job, say)
+        else:
+            # Rank 0 has no terminal.
+            os.environ[LOG] = str(job.run.logs / "rank-0.log")
+            console = stack.enter_context(Console())
+            group = RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
         before = latest(checkpoints_of(job.run))
-        group = _group(job, stack)
         outcome = make_attempts(job.run, group)
         has_saved = latest(checkpoints_of(job.run)) != before
         requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=group.has_lost_nodes)
     return _exit_code(outcome)
-
-
-def _group(job: Job, stack: contextlib.ExitStack) -> RankGroup | RanksHere:
-    """The ranks of a claimed run."""
-    if job.has_a_task_for_each_rank:
-        return RankGroup(job, say)
-    # Rank 0 has no terminal.
-    os.environ[LOG] = str(job.run.logs / "rank-0.log")
-    console = stack.enter_context(Console())
-    return RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
 
 
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:

@@ -32,13 +32,6 @@ def gather_first(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return whole
 
 
-def sum_and_scatter_first(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of the sum over ranks: [ranks·n, …] → [n, …]."""
-    part = summand.new_empty((summand.shape[0] // group.size(), *summand.shape[1:]))
-    reduce_scatter(part, summand.contiguous(), group)
-    return part
-
-
 def reduce_scatter(output: torch.Tensor, summand: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Write this rank's part of the sum over ranks to `output`; both are contiguous.
 
@@ -50,9 +43,3 @@ def reduce_scatter(output: torch.Tensor, summand: torch.Tensor, group: dist.Proc
     parts = torch.empty_like(summand)
     dist.all_to_all_single(parts, summand, group=group)
     torch.sum(parts.view(group.size(), *output.shape), dim=0, out=output)
-
-
-def sum_all(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    total = summand.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titanlab.costs import part_rows
 from titanlab.dtensor import distributed_like, in_gradient_dtype, local_part
-from titanlab.parallelism.collectives import all_gather_single
+from titanlab.parallelism.collectives import gather_first
 from titanlab.techniques.precision.product import PLAIN, Product, product_of, rows
 
 IGNORE = -100
@@ -109,13 +109,6 @@ def _slope_of_own(gradient: Tensor, own: Tensor, shift: Tensor, column: Tensor, 
     return slope.mul_((gradient * valid).unsqueeze(1))
 
 
-def _gathered(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[2, tokens] of all ranks: [2 · ranks, tokens]."""
-    gathered = sent.new_empty((group.size() * 2, sent.shape[1]))
-    all_gather_single(gathered, sent, group=group)
-    return gathered
-
-
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, split: SplitLoss) -> Tensor:
@@ -124,7 +117,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         # Detached, so that one compilation serves training and evaluation.
         own, mine, column, sent = split.own(logits.detach(), labels, first)
         total: Tensor
-        total, shift, valid = split.whole(_gathered(sent, group), sent[0], labels)
+        total, shift, valid = split.whole(gather_first(sent, group), sent[0], labels)
         ctx.save_for_backward(own, shift, column, mine, valid)
         ctx.dtype, ctx.slope = logits.dtype, split.slope
         return total
@@ -218,7 +211,7 @@ class ChunkedLoss:
             logits = product.forward(chunk, weight, bias)
             log_sum, logit = self._statistics(logits, chunk_labels, first)
             if group is not None:
-                log_sum, logit = _of_all_ranks(_gathered(torch.stack([log_sum, logit]), group))
+                log_sum, logit = _of_all_ranks(gather_first(torch.stack([log_sum, logit]), group))
             valid = chunk_labels != IGNORE
             total += (log_sum - logit).where(valid, 0.0).sum()
             # No variable keeps a tensor of this size until the next chunk.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from titanlab.costs import cut_dim, has_partial_gradient, style_of
 from titanlab.dtensor import local_part
-from titanlab.parallelism.collectives import gather_first, group_named, sum_all, sum_and_scatter_first
+from titanlab.parallelism.collectives import gather_first, group_named, reduce_scatter
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.techniques.model.mixture_of_experts import Router
 from titanlab.techniques.precision.product import take_over
@@ -280,13 +281,17 @@ def _gathered(part: Tensor, group: Any, size: int) -> Tensor:
 def _scattered(summand: Tensor, group: Any, size: int) -> Tensor:
     if torch.compiler.is_compiling():
         return _waited(_functional.reduce_scatter_tensor(summand.contiguous(), "sum", size, group))
-    return sum_and_scatter_first(summand, group_named(group))
+    part = summand.new_empty((summand.shape[0] // size, *summand.shape[1:]))
+    reduce_scatter(part, summand.contiguous(), group_named(group))
+    return part
 
 
 def _summed(summand: Tensor, group: Any) -> Tensor:
     if torch.compiler.is_compiling():
         return _waited(_functional.all_reduce(summand.contiguous(), "sum", group))
-    return sum_all(summand, group_named(group))
+    total = summand.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group_named(group))
+    return total
 
 
 class _Copy(torch.autograd.Function):

@@ -71,7 +71,7 @@ class Loader:
         self._hydra = _hydra_loader(flags)
         self._known_choices: Mapping[str, Any] = {}
         self._shared: Composed | None = None
-        self._is_group = functools.cache(self._find_group)
+        self._groups: dict[str, bool] = {}
         self._fills_own_group = functools.cache(self._has_own_keys_only)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
@@ -169,10 +169,10 @@ class Loader:
 
     def is_group(self, key: str) -> bool:
         """Whether a key chooses an option of a group."""
-        return "@" in key or "/" in key or self._is_group(key)
-
-    def _find_group(self, key: str) -> bool:
-        return "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
+        if key not in self._groups:
+            is_group = "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
+            self._groups[key] = is_group or "@" in key or "/" in key
+        return self._groups[key]
 
     def options(self, group: str) -> list[str]:
         """Names of a group's options."""

@@ -75,6 +75,7 @@ from .run_folder import STATES as STATES
 from .run_folder import TRAIN as TRAIN
 from .run_folder import VALIDATION as VALIDATION
 from .run_folder import RunFolder as RunFolder
+from .run_folder import State as State
 from .run_folder import Status as Status
 from .run_folder import check_name as check_name
 from .run_folder import check_runs as check_runs

@@ -151,11 +151,7 @@ def _dumped(values: Mapping[str, Any]) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The values in a config.yaml.
-
-    Raises:
-        ConfigError: the file is missing, cannot be read, or has no mapping at its root.
-    """
+    """The values in a config.yaml. ConfigError: the file is missing, cannot be read, or has no mapping at its root."""
     try:
         text = read_text(path)
         # None for a section that must be read with the rest of the file.

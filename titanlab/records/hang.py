@@ -237,8 +237,8 @@ def diagnose(
         return skipped
     # Every rank with a record waits. If each waits for another, the graph of waits has a cycle.
     blocked = [rank for rank, wait in waits.items() if wait.on]
-    odd = _unlike_before(records, {rank: call for rank in blocked if (call := waits[rank].call) is not None})
-    if odd is not None and len(odd.ranks) < len(blocked):
+    calls = {rank: call for rank in blocked if (call := waits[rank].call) is not None}
+    if (odd := _unlike_before(records, calls, fewer_than=len(blocked))) is not None:
         return _accused(odd.verdict, odd.ranks, waits)
     if ends := sorted(rank for rank in awaited if rank in waits and not waits[rank].on and not waits[rank].text):
         place = f" in {waits[ends[0]].at}" if waits[ends[0]].at else ""
@@ -299,8 +299,7 @@ def odd_calls(records: Mapping[int, HangRecord], failed: int) -> Diagnosis | Non
         call = next((call for call in reversed(record.collectives) if not call.is_message), None)
         if call is not None and call.group in record.groups and failed in record.groups[call.group].ranks:
             last[rank] = call
-    found = _unlike_before(records, last)
-    return None if found is None or len(found.ranks) == len(records) > 1 else found
+    return _unlike_before(records, last, fewer_than=max(len(records), 2))
 
 
 class _Deviation(NamedTuple):
@@ -336,9 +335,12 @@ def _deviating(records: Mapping[int, HangRecord], calls: Mapping[int, Collective
     return deviating
 
 
-def _unlike_before(records: Mapping[int, HangRecord], calls: Mapping[int, Collective]) -> Diagnosis | None:
-    """The verdict over the ranks whose call is not that of their earlier steps; None if there are no such ranks."""
-    if not (wrong := _deviating(records, calls)):
+def _unlike_before(
+    records: Mapping[int, HangRecord], calls: Mapping[int, Collective], *, fewer_than: int
+) -> Diagnosis | None:
+    """The verdict over the ranks whose call is not that of their earlier steps; None if none is, or too many are."""
+    wrong = _deviating(records, calls)
+    if not 0 < len(wrong) < fewer_than:
         return None
     ranks = tuple(sorted(wrong))
     pending = records[ranks[0]].described(calls[ranks[0]])
@@ -385,21 +387,6 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
         behind = {rank for rank in ranks if rank in reached and reached[rank].get(group, 0) < sequence}
         return frozenset(behind.union(absent).intersection(ranks))
 
-    def in_collectives(record: HangRecord, at: str) -> list[Wait]:
-        # Collectives of one group end in order: only the first pending one of each group blocks the rank.
-        firsts: dict[str, Collective] = {}
-        # A collective that raised an error counts as done; it is the last one.
-        failed = record.collectives[-1:] if record.state == "raised" else ()
-        for call in (*record.collectives, *failed):
-            if not call.is_done or call in failed:
-                firsts.setdefault(call.group, call)
-        waits = []
-        for call in firsts.values():
-            ranks = record.groups[call.group].ranks if call.group in record.groups else ()
-            on = frozenset(absent).intersection(ranks) if call.is_message else late(call.group, ranks, call.sequence)
-            waits.append(Wait(text=record.described(call), on=on, call=call, at=at))
-        return waits
-
     waits = {}
     in_ring = {rank for rank, record in records.items() if _is_in_ring(record)}
     for rank in sorted(set(records) - set(absent)):
@@ -408,21 +395,32 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
         if record.state in ("computes", "stands"):
             stands = _ACTIVITIES.get(record.activity, "stand")
             waits[rank] = Wait(verb="compute" if record.state == "computes" else stands, at=at)
-        elif record.messages is not None and (message := record.messages.waiting) is not None:
+            continue
+        if record.messages is not None and (message := record.messages.waiting) is not None:
             direction = "to" if message.operation == "send" else "from"
             text = f"{message.operation} of the {message.what} of microbatch {message.microbatch} {direction} "
             text += f"stage {message.peer_stage} (pipeline, stage {message.stage})"
             is_late = message.peer in absent or _missing(record, records.get(message.peer), message.operation) > 0
             waits[rank] = Wait(text=text, on=frozenset({message.peer} if is_late else ()), at=at)
-        elif found := in_collectives(record, at):
-            waits[rank] = next((wait for wait in found if wait.on), found[0])
-        elif rank in in_ring:
+            continue
+        # A collective that raised an error counts as done; it is the last one.
+        failed = record.collectives[-1:] if record.state == "raised" else ()
+        # Collectives of one group end in order: only the first pending one of each group blocks the rank.
+        firsts: dict[str, Collective] = {}
+        for call in (*record.collectives, *failed):
+            if not call.is_done or call in failed:
+                firsts.setdefault(call.group, call)
+        found = []
+        for call in firsts.values():
+            ranks = record.groups[call.group].ranks if call.group in record.groups else ()
+            on = frozenset(absent).intersection(ranks) if call.is_message else late(call.group, ranks, call.sequence)
+            found.append(Wait(text=record.described(call), on=on, call=call, at=at))
+        if not found and rank in in_ring:
             # No list of collectives contains the messages of a ring.
             ring = next((group.ranks for group in record.groups.values() if group.axis == "context"), ())
             outside = {peer for peer in ring if peer in absent or (peer in records and peer not in in_ring)}
-            waits[rank] = Wait(text="a receive of the ring (context)", on=frozenset(outside - {rank}), at=at)
-        else:
-            waits[rank] = Wait(at=at)
+            found = [Wait(text="a receive of the ring (context)", on=frozenset(outside - {rank}), at=at)]
+        waits[rank] = next((wait for wait in found if wait.on), found[0] if found else Wait(at=at))
     return waits
 
 

@@ -207,11 +207,7 @@ def log_parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
 
 
 def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> LogPart:
-    """The part of a rank's log that an attempt has written.
-
-    Raises:
-        ConfigError: the beginning of the attempt is not known.
-    """
+    """The part of a rank's log that an attempt has written. ConfigError: the beginning of the attempt is not known."""
     for part in log_parts(run, rank, path):
         if part.attempt == attempt:
             return part

@@ -8,10 +8,8 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +25,6 @@ PATCH_LIMIT = 1_000_000
 _UNTRACKED_LIMIT = 100
 _FILE_LIMIT = 200_000
 _TIMEOUT_SECONDS = 5.0
-_EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # known to git in every repository
 _CODE_SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".toml")
 
 
@@ -60,49 +57,53 @@ def git_state(package: Path) -> GitState | None:
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()).resolve() != root:
         return None
-    sha = (_git(root, "rev-parse", "--verify", "--quiet", "HEAD") or "").strip()
-    branch = (_git(root, "symbolic-ref", "--short", "--quiet", "HEAD") or "").strip()
+    sha = _git(root, "rev-parse", "--verify", "--quiet", "HEAD")
+    branch = _git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
     listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
     untracked = tuple(name for name in listed.split("\0") if name.endswith(_CODE_SUFFIXES))
-    is_tracked_equal = not sha or _git(root, "diff", "--quiet", "--no-ext-diff", "HEAD") is not None
-    added = [name for name in untracked[:_UNTRACKED_LIMIT] if _is_short_text(root / name)]
-    patch: str | None = ""
-    if added or not is_tracked_equal:
-        with tempfile.TemporaryDirectory() as folder:
-            # In a copy of the index, untracked code is marked as added, so that git writes one patch of everything.
-            index = Path(folder) / "index"
-            with contextlib.suppress(OSError):
-                shutil.copyfile(root / (_git(root, "rev-parse", "--git-path", "index") or "").strip(), index)
-            if added:
-                _git(root, "add", "--intent-to-add", "--", *added, index=index)
-            patch = _git(root, "diff", "--no-color", "--no-ext-diff", sha or _EMPTY_TREE, index=index)
-    is_complete = patch is not None and len(added) == len(untracked) and len(patch) <= PATCH_LIMIT
-    if len(patch := patch or "") > PATCH_LIMIT:
-        patch = patch[:PATCH_LIMIT].rpartition("\n")[0] + "\n"
+    changed = _git(root, "diff", "--no-color", "--no-ext-diff", "HEAD") if sha else ""
+    patch, is_complete = changed or "", changed is not None and len(untracked) <= _UNTRACKED_LIMIT
+    for name in untracked[:_UNTRACKED_LIMIT]:
+        if len(patch) <= PATCH_LIMIT:
+            added = _as_added(root, name)
+            is_complete = is_complete and added is not None
+            patch += added or ""
+    if len(patch) > PATCH_LIMIT:
+        patch, is_complete = patch[:PATCH_LIMIT].rpartition("\n")[0] + "\n", False
     return GitState(
-        sha=sha or None,
-        branch=branch or None,
-        dirty=bool(untracked) or not is_tracked_equal,
+        sha=sha.strip() if sha else None,
+        branch=branch.strip() if branch else None,
+        dirty=bool(untracked) or changed != "",
         untracked=untracked[:_UNTRACKED_LIMIT],
         patch=patch,
         patch_complete=is_complete,
     )
 
 
-def _is_short_text(path: Path) -> bool:
+def _as_added(root: Path, name: str) -> str | None:
+    """The patch that adds one file, as git writes it; None for a large or binary file."""
+    path = root / name
     try:
-        return bool(path.stat().st_size <= _FILE_LIMIT and read_text(path) is not None)
+        if path.stat().st_size > _FILE_LIMIT:
+            return None
+        lines = path.read_bytes().decode().split("\n")
     except (OSError, UnicodeDecodeError):
-        return False
+        return None
+    last = "" if lines[-1] == "" else "\\ No newline at end of file\n"
+    lines = lines if last else lines[:-1]
+    head = f"diff --git a/{name} b/{name}\nnew file mode 100644\n"
+    if not lines:
+        return head
+    body = "".join(f"+{line}\n" for line in lines)
+    return f"{head}--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n{body}{last}"
 
 
-def _git(root: Path, *arguments: str, index: Path | None = None) -> str | None:
-    """Output of a git command, with another index if one is given; None if it failed, or git is slow or missing."""
+def _git(root: Path, *arguments: str) -> str | None:
+    """Output of a git command; None if it failed, took too long or git is not installed."""
     # Git sets GIT_DIR and similar variables for hooks; they would select another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # Without this, git would lock the index, and the user's own git commands could fail.
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    environ |= {} if index is None else {"GIT_INDEX_FILE": str(index)}
     # git refuses another owner's repository, whose settings could run programs. Its code runs here anyway.
     trusted = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false")
     return output_of("git", *trusted, "-C", str(root), *arguments, seconds=_TIMEOUT_SECONDS, environ=environ)

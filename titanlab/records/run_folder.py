@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from titanlab.errors import ConfigError
 from titanlab.records import claim
@@ -56,14 +56,15 @@ _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
 _LONGEST = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}")
 
-STATES = ("prepared", "starting", "running", "saving", "ended")
+State = Literal["prepared", "starting", "running", "saving", "ended"]
+STATES = get_args(State)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
     """The content of status.json, which the process `pid` on `host` has written."""
 
-    state: str  # one of STATES
+    state: State
     step: int = 0
     steps: int | None = None
     attempt: int = 0  # from 1; 0 before the first
@@ -165,11 +166,8 @@ class RunFolder:
 
     def status(self) -> Status | None:
         """The run's status; None if there is no status.json."""
-        path, cure = self.path / "status.json", "remove that file: it is written anew when the run goes on"
-        status = read_typed(path, Status, schema=SCHEMA, cure=cure)
-        if status is not None and status.state not in STATES:
-            raise ConfigError("state", status.state, f"is none of {', '.join(STATES)} in {path}", cure)
-        return status
+        cure = "remove that file: it is written anew when the run goes on"
+        return read_typed(self.path / "status.json", Status, schema=SCHEMA, cure=cure)
 
     def known_status(self) -> Status | None:
         """The run's status; None if status.json is missing or damaged, for callers that will replace it."""
@@ -321,13 +319,7 @@ class RunFolder:
         return MetricsWriter(self.path / "metrics.jsonl", attempt=attempt, resumed_step=resumed_step)
 
     def write_status(self, status: Status) -> None:
-        """Replace status.json.
-
-        Raises:
-            FolderGone: the run's folder was moved or removed.
-        """
-        if status.state not in STATES:
-            raise ValueError(f"{status.state!r} is none of {STATES}")
+        """Replace status.json. FolderGone: the run's folder was moved or removed."""
         try:
             write_json(self.path / "status.json", {"schema": SCHEMA, **asdict(status)})
         except FileNotFoundError as error:
@@ -541,11 +533,7 @@ class MetricsWriter:
         self.write(ATTEMPT, resumed_step, {})
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one row.
-
-        Raises:
-            OSError: the disk is full or unreachable; `flush` writes the rest of the row.
-        """
+        """Append one row. OSError: the disk is full or unreachable; `flush` writes the rest of the row."""
         row = {"kind": kind, "step": step, "attempt": self._attempt, "time": round(self._clock(), 3), **metrics}
         line = json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
         self._rest += line.encode()

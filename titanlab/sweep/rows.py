@@ -23,6 +23,7 @@ from titanlab.sweep.reconcile import close_dead_runs, reconcile
 from titanlab.sweep.space import as_text
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, present_code
 from titanlab.system import write_bytes
+from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.tracker.trackers_schema import Jsonl
 from titanlab.train import tracker_gap
 
@@ -389,8 +390,9 @@ _IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "
 
 
 def estimated(recipe: Recipe) -> Estimate | str:
-    """The estimate of a resolved recipe, or why there is none; equal runs of a sweep are estimated once."""
-    return _estimated(dataclasses.replace(recipe, name="", repeat=0, seed=0))
+    """The estimate of a resolved recipe, or why there is none; recipes that differ in nothing of it share one."""
+    optimizer = dataclasses.replace(recipe.optimizer, lr=1.0, schedule=Schedule())
+    return _estimated(dataclasses.replace(recipe, name="", repeat=0, seed=0, optimizer=optimizer))
 
 
 @functools.cache

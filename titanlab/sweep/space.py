@@ -137,7 +137,7 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
         raise ConfigError(place, space, f"is no space, which is a mapping with one of {', '.join(WORDS)}", _EXAMPLE)
     words = [word for word in WORDS if word in space]
     if len(space) != 1 or not words:
-        if len(words) > 1 or (words and len(space) > 1):
+        if words:
             rule = f"has {' and '.join(map(str, space))} beside each other, and a space has one word"
             raise ConfigError(place, ", ".join(map(str, space)), rule, f"write product: [{{{words[0]}: …}}, …]")
         near = [close for key in space for close in difflib.get_close_matches(str(key), WORDS, n=1)]

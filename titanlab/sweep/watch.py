@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlab.records import OutcomeKind, RunFolder, Status
+from titanlab.records import OutcomeKind, RunFolder
 from titanlab.sweep import listing
 from titanlab.sweep.listing import Row
 from titanlab.sweep.ranking import drift_lines
@@ -110,15 +110,9 @@ class Screen:
         # Imported here: `titanlab --help` does not need it.
         from rich.console import Console
 
-        coloured = not self._environ.get("NO_COLOR")
+        # It finds NO_COLOR, COLUMNS and LINES in the environment.
         return Console(
-            file=self._stream,
-            force_terminal=True,
-            color_system="standard" if coloured else None,
-            no_color=not coloured,
-            highlight=False,
-            legacy_windows=False,
-            _environ=self._environ,
+            file=self._stream, force_terminal=True, highlight=False, legacy_windows=False, _environ=self._environ
         )
 
     def _view(self, name: str, rows: Sequence[Row], *, height: int | None = None) -> Any:
@@ -263,24 +257,22 @@ class RunWatch:
         automatic = [kind.value for kind in OutcomeKind if kind.automatic]
         if status is not None and status.state == "ended" and status.outcome not in automatic:
             return False, f"ended: {status.outcome}"
-        if self._clock() >= self._due:
-            self._due = self._clock() + _LOOK_SECONDS
-            self._last = self._judged(status)
-        return self._last
-
-    def _judged(self, status: Status | None) -> tuple[bool, str]:
+        if self._clock() < self._due:
+            return self._last
+        self._due = self._clock() + _LOOK_SECONDS
         name = self._run.path.name
         row = next((row for row in self._look() if row["run"] == name and row["state"] != "dropped"), None)
         if row is None:
-            return False, "is not in its sweep any more"
-        if row["state"] == "queued":
-            reason = f": {row['queue_reason']}" if row["queue_reason"] else ""
-            return True, f"waits in the queue{reason}"
-        if row["state"] == "prepared":
-            return False, "nobody has started it"
-        if row["state"] in ACTIVE:
+            self._last = False, "is not in its sweep any more"
+        elif row["state"] == "queued":
+            self._last = True, "waits in the queue" + (f": {row['queue_reason']}" if row["queue_reason"] else "")
+        elif row["state"] == "prepared":
+            self._last = False, "nobody has started it"
+        elif row["state"] in ACTIVE:
             # A live process of this host may have written nothing for long, and its file system may have no locks.
             lives = status is not None and status.host == socket.gethostname() and born_at(status.pid) is not None
             is_silent = row["job_id"] is None and not lives and time.time() - (row["updated"] or 0.0) > _SILENT_SECONDS
-            return not is_silent, "nobody works on it any more, and it left no result" if is_silent else ""
-        return False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
+            self._last = not is_silent, "nobody works on it any more, and it left no result" if is_silent else ""
+        else:
+            self._last = False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
+        return self._last

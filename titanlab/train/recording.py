@@ -23,9 +23,9 @@ from titanlab.checkpoint import Position, StorePath, checkpoints_of, latest
 from titanlab.costs import Meter, RunWork, meter, traffic_lines, traffic_metrics, training_flops_per_token
 from titanlab.distributed import LOG, Mesh, World, axis_groups, traced, write_start_up
 from titanlab.recipe import Recipe
-from titanlab.records import EXPERTS, Outcome, OutcomeKind, RunFolder, Status, classify, exit_code, is_secondary
+from titanlab.records import EXPERTS, Outcome, OutcomeKind, RunFolder, State, Status, classify, exit_code, is_secondary
 from titanlab.system import Console, Progress, counted, disk_fault, duration, grouped, short, shown_path, trimmed
-from titanlab.techniques.compile.watch import Watch
+from titanlab.techniques.compile.compiler import Watch
 from titanlab.techniques.precision.cast import dtype_named
 from titanlab.techniques.tracker.contract import open_tracker
 from titanlab.train.totals import Load, Totals, memory, peak_flops, peak_memory_gib
@@ -387,7 +387,7 @@ class LoggingRecorder(Recorder):
     def _write(self, kind: str, step: int, row: Mapping[str, object]) -> None:
         self._with_room(functools.partial(self._metrics.write, kind, step, row), self._metrics.flush)
 
-    def _write_status(self, state: str) -> None:
+    def _write_status(self, state: State) -> None:
         self._status_at = time.monotonic()
         status = Status(
             state=state,

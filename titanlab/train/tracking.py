@@ -234,20 +234,16 @@ def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record
         has_own = (run.attempt_folder(attempt) / "config.yaml").is_file()
         recipe = frozen_recipe(run, attempt=attempt if has_own else None)
         rows = [row for row in run.metrics() if row["kind"] != EXPERTS]
-        parts = recipe.tracker.parts()
-        own = next((config for config in parts.values() if tracker is not None and config.kind == tracker.kind), None)
-        if own is not None:
-            # Keep the project, the group and the tags of the run's own config.
-            parts = {own.kind: own}
-        elif tracker is not None:
-            parts = {tracker.kind: tracker}
-        configs = [made for config in parts.values() if (made := config.for_rebuild(len(rows))) is not None]
+        own = {config.kind: config for config in recipe.tracker.parts().values()}
+        # The run's own config has its project, its group and its tags.
+        wanted = list(own.values()) if tracker is None else [own.get(tracker.kind, tracker)]
+        configs = [made for config in wanted if (made := config.for_rebuild(len(rows))) is not None]
         if not configs:
             rule = "keeps nothing beside metrics.jsonl, which is whole"
             raise ConfigError("tracker", recipe.tracker.kind, rule, "nothing is to be done")
         if not rows:
             raise ConfigError("run", run.path, "has no rows in metrics.jsonl", "there is nothing to write")
-        several = len(recipe.tracker.parts()) > 1 or (tracker is not None and own is None)
+        several = len(own) > 1 or (tracker is not None and tracker.kind not in own)
         return [_rewritten(run, recipe, config, rows, attempt, several=several) for config in configs]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from titanlab.data import source
 from titanlab.distributed import Host
 from titanlab.errors import ConfigError
 from titanlab.plan import MEMORY_ERROR, Estimate
-from titanlab.sweep import Composer, decide, fitting, plan_lines, plan_values, submit
+from titanlab.sweep import Composer, decide, fitting, plan_lines, submit
 from titanlab.sweep import plan as studies
 from titanlab.techniques.tracker.trackers_schema import Wandb
 
@@ -266,11 +265,6 @@ def test_what_is_submitted_is_summed(planned):
     assert lines[-1] == "3 jobs: 9 processes in all, 4 nodes, 3 arrays; the largest has 6"
 
 
-def test_runs_of_this_host_have_no_nodes(planned):
-    lines = plan_lines(*planned(seeds(2), launch=None))
-    assert lines[-1] == "2 jobs: 2 processes in all; the largest has 1"
-
-
 @pytest.mark.parametrize(
     ("given", "cells"),
     [
@@ -303,15 +297,6 @@ def test_runs_that_ended_are_told_how_to_run_again(planned, outcomes, which):
     lines = plan_lines(found, ended)
     assert lines[-1] == f"to run those again: titanlab retry layouts {which}"
     assert "2 ended otherwise" in lines
-
-
-def test_the_values_are_json_and_have_every_run_and_point(planned):
-    values = plan_values(*planned([{"shard": 2}], dropped=[{"shard": 5}]))
-    assert json.loads(json.dumps(values)) == values
-    (run,) = values["runs"]
-    assert (run["point"], run["action"], run["outcome"], run["control"]) == ({"shard": 2}, "submit", None, False)
-    assert values["dropped"] == [{"point": {"shard": 5}, "repeat": 0, "stage": "rule", "reason": "is wrong"}]
-    assert (values["sweep"], values["counts"]) == ("layouts", {"submit": 1})
 
 
 def test_runs_that_ended_without_the_tracker_that_is_asked_for_now_are_told(planned):

@@ -35,9 +35,16 @@ from titanlab.launch.contract import (
 )
 from titanlab.launch.evidence import early_end
 from titanlab.launch.launchers_schema import Slurm
-from titanlab.launch.slurm import batch, site, states
-from titanlab.launch.slurm.command import accounted_since, ask_slurm, expression_of, hosts, node_address, scontrol
-from titanlab.launch.slurm.states import REFUSED, memory_word, slurm_states
+from titanlab.launch.slurm import batch, command, site
+from titanlab.launch.slurm.command import (
+    REFUSED,
+    accounted_since,
+    ask_slurm,
+    expression_of,
+    hosts,
+    node_address,
+    scontrol,
+)
 from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder, token_of
 from titanlab.records import OutcomeKind
 from titanlab.system import Finding
@@ -75,7 +82,7 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        return has_submitit() and all(shutil.which(command) is not None for command in site.COMMANDS)
+        return has_submitit() and all(shutil.which(name) is not None for name in site.COMMANDS)
 
     def silence(self) -> str | None:
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
@@ -116,7 +123,7 @@ class SlurmLauncher(Launcher):
         return next((row[1].split("_")[0] for row in rows if len(row) == 2 and token_of(row[0]) == token), None)
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
-        return slurm_states(submitted, sweep)
+        return command.slurm_states(submitted, sweep)
 
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
@@ -139,14 +146,13 @@ class SlurmLauncher(Launcher):
         return f"{submission.job_id}_{index}" if submission.job_id else None
 
     def end_of(self, state: JobState) -> JobEnd | None:
-        return states.end_of(state)
+        return command.end_of(state)
 
     def end_in_queue(self, state: JobState) -> JobEnd | None:
-        return states.end_in_queue(state)
+        return command.end_in_queue(state)
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
-        word = memory_word(jobs_folder(sweep), f"{submission.job_id}_{index}")
-        return None if word is None else replace(word, said=f"Slurm says: {word.said}")
+        return command.memory_word(jobs_folder(sweep), f"{submission.job_id}_{index}")
 
     def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
         # Skip srun's lines: they only give the exit codes of tasks.

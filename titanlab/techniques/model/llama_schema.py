@@ -438,7 +438,7 @@ class Qwen3(Llama):
 
 @option("model", "qwen3_moe")
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Moe(LlamaOfExperts, Qwen3):
+class Qwen3Moe(Qwen3, LlamaOfExperts):
     """A Qwen3 whose feed-forwards are experts (arXiv 2505.09388, section 2); every block has them, none is shared.
 
     The probabilities of a token's experts are divided by their sum.

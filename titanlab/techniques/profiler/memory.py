@@ -19,8 +19,7 @@ from titanlab.dtensor import local_part
 from titanlab.system import trimmed
 from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Memory
-from titanlab.techniques.profiler.step_parts import OTHER, PHASES
-from titanlab.techniques.profiler.trace import write_whole
+from titanlab.techniques.profiler.trace import OTHER, PHASES, write_whole
 
 RANK = "memory_by_phase/rank"
 _SAMPLE_SECONDS = 0.002
@@ -56,7 +55,6 @@ class MemoryProfiler(Profiler):
         return self._sampler.phase(name)
 
     def after_step(self, step: int) -> None:
-        config = self._config
         self._steps += 1
         if self._sampler is not None and step == self._last:
             row = largest(self.links.gather(self._sampler.close()))
@@ -66,9 +64,8 @@ class MemoryProfiler(Profiler):
             self.links.report("memory", step, row, [text])
             if self._records:
                 self._write_snapshot(f"step-{step}")
-        place = self._steps - config.skip
-        if place == 0 or (config.every and place > 0 and place % config.every == 0):
-            self._last = step + config.steps
+        if self._config.begins_after(self._steps):
+            self._last = step + self._config.steps
             self._sampler = _Sampler(self._used)
 
     def close(self) -> None:
