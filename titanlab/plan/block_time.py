@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from titanlab.costs import (
     EXCHANGE,
@@ -60,16 +60,17 @@ class KernelGroup(NamedTuple):
 
 # The kernels of the forward pass, of the gradients of inputs, and of the gradients of weights.
 _Passes = tuple[list[KernelGroup], list[KernelGroup], list[KernelGroup]]
+Work = TypeVar("Work")
 
 
-class OperationWork(NamedTuple):
-    """Kernels of an operation for a microbatch: of the forward pass, of the gradients of inputs, and of weights."""
+class OperationWork(NamedTuple, Generic[Work]):
+    """Kernels or seconds of an operation for a microbatch: forward, gradients of inputs, gradients of weights."""
 
     name: str
     kind: str
-    forward: Sequence[KernelGroup]
-    inputs: Sequence[KernelGroup]
-    weights: Sequence[KernelGroup]
+    forward: Work
+    inputs: Work
+    weights: Work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
     return total
 
 
-def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork]:
+def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork[list[KernelGroup]]]:
     """The kernels of operations that follow each other."""
     share, width = part.share, part.share.element_bytes
     work, follows, cast = [], False, set[str]()
@@ -281,16 +282,6 @@ def total(times: ModelTime, kind_of: Sequence[int], edges: Iterable[str]) -> Pie
     return added_times(parts)
 
 
-class _OperationTime(NamedTuple):
-    """Seconds of one operation for one microbatch: forward, gradients of inputs, gradients of weights."""
-
-    name: str
-    kind: str
-    forward: float
-    inputs: float
-    weights: float
-
-
 class _Shaped:
     """The times of one shape, without and with checkpointing."""
 
@@ -324,10 +315,10 @@ class _Shaped:
         last = self.facts.after[-1] if self.facts.after else edges[-1].name
         self.edges = {edge.name: self._edge(edge, last=edge.name == last) for edge in edges}
 
-    def _times(self, operations: Sequence[Operation], part: RankWork) -> list[_OperationTime]:
+    def _times(self, operations: Sequence[Operation], part: RankWork) -> list[OperationWork[float]]:
         return [
-            _OperationTime(work.name, work.kind, *(kernel_seconds(kernels, self.machine) for kernels in work[2:]))
-            for work in work_of(operations, part)
+            OperationWork(name, kind, *(kernel_seconds(kernels, self.machine) for kernels in passes))
+            for name, kind, *passes in work_of(operations, part)
         ]
 
     def _seconds(self, formula: Callable[..., None], axis: str, *inputs: Any, **options: Any) -> float:

@@ -126,7 +126,7 @@ def memory_frame(path: Path | str) -> DataFrame:
         measured = row["memory_gib"] if row["outcome"] == "done" else None
         rows.append(
             {
-                **{name: row[name] for name in ("run", "name", "layout.label", "world", "precision", "ac")},
+                **row,
                 "pipeline_rank": most.rank,
                 "moment": most.moment,
                 **{f"{ITEM}{item}": most.items[item] / _GIB for item in ITEMS},
@@ -222,10 +222,9 @@ def pipelines_frame(path: Path | str) -> DataFrame:
         recipe = from_mapping(run.config(int(row["attempt"])))
         size, count = recipe.layout.pipeline, recipe.microbatches
         timeline = _simulated(recipe.schedule, size, count, DURATIONS, 0.0)
-        names = ("run", "name", "layout.label", "schedule", "oversubscribed", "step_seconds")
         own = {"ranks": size, "stages": len(timeline.placement), "microbatches": count, **_idle(timeline)}
-        busy = row["step_seconds"] * (1 - timeline.bubble_share)
-        rows.append({**{name: row[name] for name in names}, **own, "busy_seconds": busy})
+        # The other columns are those of the run.
+        rows.append({**row, **own, "busy_seconds": row["step_seconds"] * (1 - timeline.bubble_share)})
     return pd.DataFrame(rows, columns=list(_PIPELINES))
 
 
@@ -255,7 +254,7 @@ def differences_frame(steps: DataFrame, reference: str) -> DataFrame:
     Two layouts of one recipe round sums in another order, and so differ by less than 1e-5 in fp32.
 
     Args:
-        steps: the frame of `titanlab.report.frames.metrics_frame`.
+        steps: the frame of `metrics_frame`.
         reference: folder name of the run with which the others are compared.
 
     Returns:
@@ -296,13 +295,12 @@ def largest_differences(differences: DataFrame) -> DataFrame:
 
 
 def ranking_text(runs: DataFrame, by: str = "tps", *, max_memory_gib: float | None = None) -> str:
-    """The output of `titanlab best`: the answer in one sentence, the ranked recipes, and the limits of the answer.
+    """The output of `titanlab best` for a frame of `sweep_frame`: the answer, the ranked recipes, and its limits.
 
     Each recipe has an interval of 95 %; the run is the unit, and noise is pooled over the repeats of all recipes. If
     the gap may be noise, the sentence names no winner.
 
     Args:
-        runs: the frame of `titanlab.report.frames.sweep_frame`.
         by: `tps` (tokens per second of one device), `mfu`, or `memory` (the least).
         max_memory_gib: leave out recipes that need more GiB.
     """
