@@ -39,7 +39,6 @@ from titanlab.techniques.ac.recomputation_schema import (
 )
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model import llama
-from titanlab.techniques.model.llama_account import block_operations
 from titanlab.techniques.model.llama_schema import Llama
 
 HERE = Path(__file__).parent
@@ -123,7 +122,7 @@ def _allocations(profiled: Any) -> Iterator[int]:
 
 def declared_bytes(config: Llama, policy: Any, share: Share, *, batch: int, seq: int) -> int:
     """What the policy declares for all blocks together."""
-    block = block_operations(config, batch=batch, seq_len=seq)
+    block = config.block_operations(batch=batch, seq_len=seq)
     return sum(policy.saved_bytes(block, share, number=number) for number in range(config.layers))
 
 

@@ -1,7 +1,7 @@
 """Causal attention on a CPU in tiles of queries beside torch's kernel, forward and backward, by size and dtype.
 
 Prints one JSON object: processor time of torch's kernel in ms, and how many times as fast each tiling is, from the
-least of several alternated calls. `*` marks the tiling that `titanlab.techniques.model.documents.tiling` chooses.
+least of several alternated calls. `*` marks the tiling that `titanlab.techniques.model.attention.tiling` chooses.
 `--write` also keeps it under benchmarks/results/.
 
     OMP_NUM_THREADS=1 python benchmarks/attention_tiles.py     about four minutes
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlab.techniques.model.documents import Tiling, tiled_attention, tiling
+from titanlab.techniques.model.attention import Tiling, tiled_attention, tiling
 
 KEPT = Path(__file__).parent / "results" / "attention_tiles.json"
 # (heads, key/value heads, head_dim)

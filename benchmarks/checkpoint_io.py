@@ -30,6 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from titanlab.checkpoint import SavedPosition
 from titanlab.checkpoint.index import IndexedFile, IndexEntry, index_bytes, read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
 from titanlab.checkpoint.storage import sync_folder
@@ -121,8 +122,8 @@ def _timed(action: Callable[[], None]) -> float:
 
 
 def _save(state: dict[str, Any], folder: Path, world: World) -> None:
-    planned = Plans().plan(state, folder, world)
-    write_and_publish(planned.stage, planned, world)
+    save = Plans().start(lambda: state, lambda: folder, SavedPosition(step=0, parameters={}), world)
+    write_and_publish(save.stage, save, world)
     if world.logs:
         sync_folder(folder)
 

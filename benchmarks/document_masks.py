@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlab.techniques.model.documents import document_tiling, tiled_attention, tiling, visible
+from titanlab.techniques.model.attention import document_tiling, tiled_attention, tiling, visible
 
 KEPT = Path(__file__).parent / "results" / "document_masks.json"
 TOKENS = 4096

@@ -40,10 +40,10 @@ def measure() -> dict[str, float]:
     imported = time.process_time()
     request = plan.read_request(SWEEP)
     composer = plan.Composer(request.loader, request.points)
-    left = plan.Sieve(request.points, whole=False)
-    left.keep(lambda point, _: plan.prune(composer, point, request.where))
+    points = request.points
+    kept, _ = plan.sift(points, lambda number: plan.prune(composer, points[number], request.where), whole=False)
     pruned = time.process_time()
-    recipes = left.keep(lambda point, _: composer.recipe(point))
+    recipes = [composer.recipe(points[number]) for number in kept]
     composed = time.process_time()
     planned = plan.plan_study(SWEEP)
     whole = time.process_time()

@@ -128,11 +128,10 @@ def kind_of(layout: Layout) -> str:
     return "" if dimensions == 1 and others else f"{dimensions}D"
 
 
-@dataclass(kw_only=True)
 class SpaceOfKind(LayoutSpace):
     """The layouts of a space that are of one kind."""
 
-    kind: str
+    kind = ""
 
     def layouts(self) -> list[Layout]:
         """See `Space.layouts`."""
@@ -147,13 +146,8 @@ def row(arguments: Sequence[str]) -> dict[str, Values]:
     limit = machine.memory_bytes * USABLE
     found = {}
     for kind in layout_guide_page.KINDS:
-        space = SpaceOfKind(
-            recipe=recipe,
-            world=recipe.layout.world,
-            per_node=machine.per_node,
-            choices=choices_of(recipe),
-            kind=kind,
-        )
+        space = SpaceOfKind(recipe, per_node=machine.per_node, choices=choices_of(recipe))
+        space.kind = kind
         ranking = RecipeRanking(space=space, machine=machine, limit=limit)
         near = _near(ranking)
         found[kind] = _values(min(near, key=_simplicity)) if near else _nothing(ranking)

@@ -32,15 +32,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlab.checkpoint import SavedPosition
-from titanlab.checkpoint.blocks import blocks_of
 from titanlab.checkpoint.index import IndexedFile
-from titanlab.checkpoint.writer import SavePlannerOfJson, Written, publish, shard_of
+from titanlab.checkpoint.storage import blocks_of
+from titanlab.checkpoint.writer import Part, entries_of, flat, parts_of, publish, shard_of, shared_out
 from titanlab.costs import Layout
 from titanlab.distributed import build_mesh
 from titanlab.parallelism import TensorParallel, parallelise
@@ -103,12 +101,11 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
     local_seconds = (time.perf_counter() - begin) / TENSOR / pipeline
     # Plans arrive as bytes from each rank; rank 0 holds them all, as gather_object does.
     arrived = [
-        pickle.dumps(_moved(first[rank][stage], host, hosts))
+        pickle.dumps([_moved(part, host, hosts) for part in first[rank][stage]])
         for stage in range(pipeline)
         for host in range(hosts)
         for rank in range(TENSOR)
     ]
-    planner = SavePlannerOfJson()
     before, seconds = _peak_mb(), {}
 
     def timed(name: str, begin: float) -> float:
@@ -119,10 +116,12 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
     at = begin = time.perf_counter()
     plans = [pickle.loads(text) for text in arrived]
     at = timed("unpickle", at)
-    plans, _ = planner.create_global_plan(plans)
+    plans = shared_out(plans)
     at = timed("global plan", at)
     shards = [shard_of(plan, rank) for rank, plan in enumerate(plans)]
     at = timed("places of all files", at)
+    tensors = entries_of(shards)
+    at = timed("entries of the index", at)
     answers = [pickle.dumps(plan) for plan in plans]
     at = timed("pickle", at)
     sizes = [shard.size for shard in shards]
@@ -133,12 +132,12 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
             for rank, size in enumerate(sizes)
         ]
         position = SavedPosition(step=0, parameters={})
-        publish(Path(folder), shards, [Written(file=file, objects={}) for file in files], position)
+        publish(Path(folder), position, tensors, files, {})
         timed("index", at)
         cpu_seconds = time.process_time() - cpu_begin
         index_mb = (Path(folder) / "index.json").stat().st_size / 1e6
     return {
-        "entries": sum(len(plan.items) for plan in plans),
+        "entries": sum(map(len, plans)),
         "checkpoint_gb": round(sum(sizes) / 1e9),
         "local_plan_seconds": round(local_seconds, 2),
         "seconds": {**seconds, "all": round(sum(seconds.values()), 2)},
@@ -151,7 +150,7 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
     }
 
 
-def _plans_of(rank: int, ranks: int, pipeline: int) -> list[SavePlan]:
+def _plans_of(rank: int, ranks: int, pipeline: int) -> list[list[Part]]:
     """The local plan of a rank of the first host of each stage, of tensors without data."""
     # The ranks of one stage: only they share parameters.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks // pipeline)
@@ -178,15 +177,14 @@ def _plans_of(rank: int, ranks: int, pipeline: int) -> list[SavePlan]:
                 for name, parameter in parameters.items()
                 if any(name.startswith(f"{piece}.") for piece in pieces)
             },
-            leads=rank == number == 0,
         )
-        for number, pieces in enumerate(stages)
+        for pieces in stages
     ]
     dist.destroy_process_group()
     return plans
 
 
-def _plan_of(parameters: dict[str, nn.Parameter], *, leads: bool) -> SavePlan:
+def _plan_of(parameters: dict[str, nn.Parameter]) -> list[Part]:
     """The plan of a rank with these parameters and their two moments."""
     assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
     moments = {
@@ -194,28 +192,18 @@ def _plan_of(parameters: dict[str, nn.Parameter], *, leads: bool) -> SavePlan:
         for name, parameter in parameters.items()
         for kind in ("exp_avg", "exp_avg_sq")
     }
-    planner = SavePlannerOfJson()
-    planner.set_up_planner({"model": parameters, "optimizer": moments}, None, leads)
-    return planner.create_local_plan()
+    return parts_of(flat({"model": parameters, "optimizer": moments}))
 
 
-def _moved(plan: SavePlan, host: int, hosts: int) -> SavePlan:
-    """The plan of the same rank of another host: FSDP2 cuts what is left of dim 0 into equal parts."""
-    return SavePlan([_moved_item(item, host, hosts) for item in plan.items], planner_data=plan.planner_data)
-
-
-def _moved_item(item: WriteItem, host: int, hosts: int) -> WriteItem:
-    data = item.tensor_data
-    assert data is not None
-    rows = data.chunk.sizes[0]
+def _moved(part: Part, host: int, hosts: int) -> Part:
+    """The part of the same rank of another host: FSDP2 cuts what is left of dim 0 into equal parts."""
+    rows = part.sizes[0]
     # Rows of this rank's part of a tensor that tensor parallelism cuts along dim 0.
-    whole = data.size[0] // TENSOR if rows * hosts < data.size[0] else data.size[0]
+    whole = part.shape[0] // TENSOR if rows * hosts < part.shape[0] else part.shape[0]
     start = min(host * rows, whole)
-    offset = torch.Size([data.chunk.offsets[0] + start, *data.chunk.offsets[1:]])
-    size = torch.Size([min(rows, whole - start), *data.chunk.sizes[1:]])
-    moved = type(data)(chunk=ChunkStorageMetadata(offset, size), properties=data.properties, size=data.size)
-    index = type(item.index)(item.index.fqn, offset, item.index.index)
-    return type(item)(index=index, type=item.type, tensor_data=moved)
+    return part._replace(
+        offsets=(part.offsets[0] + start, *part.offsets[1:]), sizes=(min(rows, whole - start), *part.sizes[1:])
+    )
 
 
 def _peak_mb() -> float:

@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_LEFT_OUT] = lines
     if hasattr(config, "workerinput"):
         # Only the main process prints a summary.
-        config.workeroutput["left_out"] = lines
+        config.workeroutput.get("left_out", []) = lines
 
 
 def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -132,7 +132,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Take from a worker that has ended which tests were left out. All workers collect the same tests."""
     if error is None:
-        node.config.stash[_LEFT_OUT] = node.workeroutput["left_out"]
+        node.config.stash[_LEFT_OUT] = node.workeroutput.get("left_out", [])
 
 
 def slurm_lacks() -> list[str]:

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import resource
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from titanlab.launch.rank import fork
 from titanlab.records import provenance
 from titanlab.system import born_at, process_state
 from titanlab.techniques.profiler import memory
-from titanlab.techniques.tracker import wandb_writer as signal_filter
+from titanlab.techniques.tracker import wandb
 from titanlab.train import totals
 
 
@@ -41,7 +40,7 @@ def no_proc(monkeypatch):
 def darwin(monkeypatch):
     """What the modules see of `sys` and `platform` on a Mac."""
     seen = SimpleNamespace(platform="darwin", byteorder="little")
-    for module in (fork, signal_filter, memory):
+    for module in (fork, wandb, memory):
         monkeypatch.setattr(module, "sys", seen)
 
 
@@ -51,7 +50,6 @@ def test_what_linux_alone_tells_is_not_known(no_proc):
     assert not hang.main_thread_is_busy()
     assert totals._queued_seconds() == 0.0
     assert provenance._cpu_model() in (platform.processor(), platform.machine())
-    assert memory.resident_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def test_processes_are_told_by_their_number(no_proc):
@@ -68,7 +66,7 @@ def test_nobody_adopts_and_no_filter_is_set(darwin):
     fork.end_with_parent()
     before = signal.getsignal(signal.SIGUSR2)
     try:
-        assert not signal_filter.ignore_signals([signal.SIGUSR2])
+        assert not wandb.ignore_signals([signal.SIGUSR2])
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR2, before)

@@ -76,7 +76,7 @@ def test_no_number_of_an_option_is_infinite(schema, prefix, value):
 @dataclass(kw_only=True)
 class Part:
     size: int = 3
-    few: int = field(default=1, metadata={"most": 10})
+    few: int = field(default=1, metadata={"most": 10, "least": -10})
     free: int = field(default=1, metadata={"most": None})
     wait_seconds: float | None = 1.5
     share: float = 0.5
@@ -91,6 +91,7 @@ class Part:
         ({"size": MOST + 1}, "part.size=2147483648: must be at most 2,147,483,647; try 3"),
         ({"size": -MOST - 1}, "part.size=-2147483648: must be at least -2,147,483,647; try 3"),
         ({"few": 11}, "part.few=11: must be at most 10; try 1"),
+        ({"few": -11}, "part.few=-11: must be at least -10; try 1"),
         ({"wait_seconds": 1e300}, "part.wait_seconds=1e+300: must be at most 1,000,000,000; try 1.5"),
         ({"wait_seconds": MOST_SECONDS + 1}, "part.wait_seconds=1000000001: must be at most 1,000,000,000; try 1.5"),
         ({"share": float("nan")}, "part.share=nan: must be a finite number; try 0.5"),

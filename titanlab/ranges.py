@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 from titanlab.errors import ConfigError
@@ -27,7 +27,8 @@ def ranged(prefix: str) -> Callable[[T], T]:
     """Class decorator: check the numbers of a config dataclass whenever an instance is made; lists become tuples.
 
     Whole numbers: an absolute value of at most `MOST`, or the field's `metadata={"most": …}` (None: another rule
-    checks it). Floats: finite. Fields whose names end in `_seconds`: at most `MOST_SECONDS`.
+    checks it), and at least its `metadata={"least": …}`, with the default as the cure. Floats: finite. Fields whose
+    names end in `_seconds`: at most `MOST_SECONDS`.
 
     Args:
         prefix: prefix of the keys in errors, such as `model.`; empty for the recipe's own keys.
@@ -35,27 +36,60 @@ def ranged(prefix: str) -> Callable[[T], T]:
 
     def decorate(schema: T) -> T:
         construct = schema.__init__  # type: ignore[misc]
-        fields = {field.name: field for field in dataclasses.fields(schema)}
+        fields = dataclasses.fields(schema)
 
         @functools.wraps(construct)
         def checked(self: Any, *positional: Any, **keywords: Any) -> None:
             # Sizes are checked before the schema's own rules, which compute with them.
-            for name, value in keywords.items():
-                if name in fields:
-                    _check_size(fields[name], prefix, value)
+            for key, field, value in _numbers(fields, prefix, keywords.get):
+                _check_size(key, field, value)
             construct(self, *positional, **keywords)
             # Finiteness is checked after the schema's own rules, which give better advice.
-            for field in fields.values():
-                value = getattr(self, field.name, None)
-                _check_finite(field, prefix, value)
-                if isinstance(value, list | dict):
-                    # OmegaConf and callers pass lists and dictionaries.
-                    object.__setattr__(self, field.name, hashable(value))
+            for key, field, value in _numbers(fields, prefix, vars(self).get):
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ConfigError(key, value, "must be a finite number", f"try {_usual(field) or 1}")
+            for name, value in [(name, value) for name, value in vars(self).items() if isinstance(value, list | dict)]:
+                # OmegaConf and callers pass lists and dictionaries.
+                object.__setattr__(self, name, hashable(value))
 
         schema.__init__ = checked  # type: ignore[misc]
         return schema
 
     return decorate
+
+
+def _numbers(
+    fields: Iterable[dataclasses.Field[Any]], prefix: str, value_of: Callable[[str], Any]
+) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Key, field and value of each number of a config, also of a nested one such as `optimizer.schedule`."""
+    for field in fields:
+        key, value = prefix + field.name, value_of(field.name)
+        # An option checks its own numbers.
+        if dataclasses.is_dataclass(value) and not hasattr(value, "__titanlab_option__"):
+            yield from _numbers(dataclasses.fields(value), f"{key}.", vars(value).get)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, field, value
+
+
+def _check_size(key: str, field: dataclasses.Field[Any], value: float) -> None:
+    # The schema's own rules check infinity and NaN.
+    if field.name.endswith("_seconds") and MOST_SECONDS < abs(value) < math.inf:
+        shown = shown_digits(value) if isinstance(value, int) else value
+        raise ConfigError(key, shown, f"must be at most {MOST_SECONDS:,}", f"try {_usual(field)}")
+    most = field.metadata.get("most", MOST)
+    # A whole number in a float field counts as a float.
+    if isinstance(value, int) and most is not None and "float" not in str(field.type):
+        check_whole(key, value, most, cure=f"try {_usual(field)}" if _usual(field) else "give a smaller number")
+    least = field.metadata.get("least")
+    if least is not None and value < least:
+        raise ConfigError(key, value, f"must be at least {least}", f"try {_usual(field)}")
+
+
+def _usual(field: dataclasses.Field[Any]) -> str:
+    """The default of a field as text for an override; empty if the default is not a number."""
+    if field.default is None:
+        return "null"
+    return str(field.default) if isinstance(field.default, int | float) else ""
 
 
 class FrozenDict(dict[Any, Any]):
@@ -104,40 +138,3 @@ def shown_digits(value: int) -> str:
     # Python does not convert a number of more than 4,300 digits to text, so estimate the count.
     digits = int(abs(value).bit_length() * math.log10(2)) + 1
     return str(value) if digits <= _DIGITS else f"(a number of about {digits:,} digits)"
-
-
-def _check_size(field: dataclasses.Field[Any], prefix: str, value: Any) -> None:
-    key = prefix + field.name
-    for inner in _parts(value):
-        _check_size(inner, f"{key}.", getattr(value, inner.name))
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    # The schema's own rules check infinity and NaN.
-    if field.name.endswith("_seconds") and MOST_SECONDS < abs(value) < math.inf:
-        shown = shown_digits(value) if isinstance(value, int) else value
-        raise ConfigError(key, shown, f"must be at most {MOST_SECONDS:,}", f"try {_usual(field)}")
-    most = field.metadata.get("most", MOST)
-    # A whole number in a float field counts as a float.
-    if isinstance(value, int) and most is not None and "float" not in str(field.type):
-        check_whole(key, value, most, cure=f"try {_usual(field)}" if _usual(field) else "give a smaller number")
-
-
-def _check_finite(field: dataclasses.Field[Any], prefix: str, value: Any) -> None:
-    for inner in _parts(value):
-        _check_finite(inner, f"{prefix}{field.name}.", getattr(value, inner.name))
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(prefix + field.name, value, "must be a finite number", f"try {_usual(field) or 1}")
-
-
-def _parts(value: Any) -> tuple[dataclasses.Field[Any], ...]:
-    """Fields of a nested config such as `optimizer.schedule`; none for an option, which checks its own numbers."""
-    if not dataclasses.is_dataclass(value) or hasattr(value, "__titanlab_option__"):
-        return ()
-    return dataclasses.fields(value)
-
-
-def _usual(field: dataclasses.Field[Any]) -> str:
-    """The default of a field as text for an override; empty if the default is not a number."""
-    if field.default is None:
-        return "null"
-    return str(field.default) if isinstance(field.default, int | float) else ""

@@ -22,17 +22,7 @@ SCRIPT = BENCHMARKS / "gpu_session.sh"
 THERE = ("torch", "numpy", "safetensors", "xxhash", "pyyaml", "packaging", "pip")
 CARRIED = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "lazy_loader", "msgspec", "torchao")
 # Dependencies of the package that such a machine need not have.
-WITHOUT = (
-    "wandb",
-    "datasets",
-    "sentencepiece",
-    "transformers",
-    "tokenizers",
-    "tensorboard",
-    "rich",
-    "pandas",
-    "pytest",
-)
+WITHOUT = "wandb datasets sentencepiece transformers tokenizers tensorboard rich pandas pytest".split()
 
 
 def canonical(name):
@@ -109,14 +99,8 @@ def test_a_machine_without_the_packages_is_told_which_to_carry(bare, tmp_path):
 
 # Two rows at once: most of their time is that of imports.
 REHEARSE = ("--rehearse", "--at-once", "2", "--seconds", "900")
-NOT_HERE = {
-    "ladder/flash": "not on a CPU",
-    "ladder/flash_attn": "not on a CPU",
-    "ladder/flash3": "not on a CPU",
-    "ladder/cuda_graphs": "not on a CPU",
-    "saves/async_pinned": "not on a CPU",
-    "tests/gpu": "pytest is not installed",
-}
+ON_GPUS = ("ladder/flash", "ladder/flash_attn", "ladder/flash3", "ladder/cuda_graphs", "saves/async_pinned")
+NOT_HERE = {**dict.fromkeys(ON_GPUS, "not on a CPU"), "tests/gpu": "pytest is not installed"}
 
 
 @pytest.fixture(scope="module")

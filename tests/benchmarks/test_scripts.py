@@ -22,7 +22,6 @@ from titanlab.plan.step_time import step_time
 from titanlab.prove import parity
 from titanlab.recipe import Cluster
 from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep
-from titanlab.techniques.model import llama_account
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.optimizer.optimizers_schema import AdamW
@@ -44,7 +43,7 @@ def test_losses_of_the_bare_loop_are_those_of_titanlab(tmp_path):
     model = made.model
     sizes = bare_loop.Sizes(model.dim, model.layers, model.heads, model.kv_heads, model.ffn_dim, model.vocab_size)
     bare = bare_loop.build(sizes, made.training.seq_len)
-    initialise(bare, llama_account.initial_values(model), made.seed)
+    initialise(bare, model.initial_values(), made.seed)
     stream = source.open_train(made.data, seed=0, seq_len=32, global_batch=12, rank=0, ranks=1)
     batches = (stream.next_batch() for _ in range(STEPS))
     pairs = ((torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)) for batch in batches)

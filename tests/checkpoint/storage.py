@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.one_process import ALONE
-from titanlab.checkpoint import ITEM_BYTES
-from titanlab.checkpoint.index import read_index
+from titanlab.checkpoint import ITEM_BYTES, SavedPosition
+from titanlab.checkpoint.index import read_index, signed
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
+from titanlab.checkpoint.storage import checksum
 from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import HostBuffer
 
 
+def started(state, folder, *, plans=None, world=ALONE):
+    """A save of a state, without a model."""
+    saved = SavedPosition(step=0, parameters={})
+    return (plans or Plans()).start(lambda: state, lambda: folder, saved, world)
+
+
 def write(state, folder, *, copies=False, world=ALONE):
     folder.mkdir(exist_ok=True)
-    planned = Plans().plan(state, folder, world)
-    staged = planned.stage(HostBuffer() if copies else None)
-    write_and_publish(lambda: staged, planned, world)
+    save = started(state, folder, world=world)
+    staged = save.stage(HostBuffer() if copies else None)
+    write_and_publish(lambda: staged, save, world)
+
+
+def rewritten(checkpoint, change):
+    """Change the position in a checkpoint, with checksums that fit."""
+    position = json.loads((checkpoint / "position.json").read_bytes())
+    change(position)
+    content = json.dumps(position).encode()
+    (checkpoint / "position.json").write_bytes(content)
+    index = json.loads((checkpoint / "index.json").read_bytes())
+    del index["checksum"]
+    index["position"] = {"bytes": len(content), "checksum": f"{checksum(content):016x}"}
+    (checkpoint / "index.json").write_bytes(signed(json.dumps(index, separators=(",", ":")).encode()))
 
 
 def read(state, folder):

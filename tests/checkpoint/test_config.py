@@ -7,33 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from titanlab.checkpoint import NoCheckpoints, StorePath, check_address, is_address
-from titanlab.checkpoint.address_schema import TESTED, check_installed, place_of
+from titanlab.checkpoint import check_address
+from titanlab.checkpoint.address_schema import TESTED, check_installed
 from titanlab.checkpoint.schema import Async, AsyncPinned, Sync
-from titanlab.checkpoint.store import AsyncSaver, NoSaver, SyncSaver
 from titanlab.errors import ConfigError
 from titanlab.recipe import to_mapping
 from titanlab.recipe.next_attempt import overridden
 from titanlab.records import canonical
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"every": 300, "keep_every": 900},
-        {"every": 300, "keep_every": 300},
-        {"minutes": 0.5, "keep_every": 7},
-        {"keep": 0, "at_end": False},
-        {"last": "model"},
-        {"last": "model", "last_dtype": "bfloat16"},
-        {"load_from": "runs/a", "folder": None},
-    ],
-)
-def test_values_that_go_together_are_taken(given):
-    made = Sync(**given)
-    assert {name: getattr(made, name) for name in given} == given
-
 
 DTYPES = "float32, bfloat16, float16"
 LAST = "try checkpoint.last=model, or null"
@@ -76,26 +56,6 @@ def test_a_folder_of_this_host_needs_no_package():
     Sync().check_installed()
     with pytest.raises(ConfigError, match=r"^checkpoint\.folder="):
         Sync(folder="nosuchstore://bucket/x").check_installed()
-
-
-def test_a_config_names_its_saver(target):
-    assert isinstance(NoCheckpoints().implementation(target()), NoSaver)
-    assert isinstance(Sync().implementation(target()), SyncSaver)
-    assert isinstance(Async().implementation(target()), AsyncSaver)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: NoCheckpoints(every=5), r"checkpoint.every=5: checkpoint=off saves nothing"),
-        (lambda: NoCheckpoints(minutes=5), r"checkpoint.minutes=5: checkpoint=off saves nothing"),
-        (lambda: Sync(minutes=-1), r"checkpoint.minutes=-1: must not be negative"),
-        (lambda: Sync(every=300, keep_every=1000), r"keep_every=1000: no multiple of checkpoint.every=300.*try 900"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make, message):
-    with pytest.raises(ConfigError, match=message):
-        make()
 
 
 def test_pinned_memory_is_refused_on_cpu():
@@ -184,24 +144,9 @@ def test_the_page_and_the_refusals_say_which_stores_are_tested():
             check("checkpoint.folder", text)
 
 
-def test_a_protocol_that_no_package_knows_is_refused():
-    with pytest.raises(ConfigError, match="no installed package knows nosuch://"):
-        check_installed("checkpoint.folder", "nosuch://bucket")
-
-
 def test_a_store_of_one_process_is_refused():
     """A run there was done, and had no checkpoint."""
     with pytest.raises(
         ConfigError, match="memory://bucket: is a store that each process has for itself: .*leave it out"
     ):
         check_installed("checkpoint.folder", "memory://bucket")
-
-
-def test_the_parts_of_an_address():
-    path = place_of("s3://bucket/a/step-00000008/")
-    assert isinstance(path, StorePath)
-    assert (path.name, str(path.parent), str(path / "x")) == ("step-00000008", "s3://bucket/a", f"{path}/x")
-    assert str(path.with_name("y.part")) == "s3://bucket/a/y.part"
-    assert path.protocol == "s3"
-    assert not is_address("runs/a:b")
-    assert not is_address("C:\\x")

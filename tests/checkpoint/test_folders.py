@@ -35,15 +35,6 @@ def made(folder, step, *, whole=True, shapes=None):
     return path
 
 
-def test_the_newest_is_that_of_the_highest_step(tmp_path):
-    for step in (2, 10, 9, 100_000):
-        made(tmp_path, step)
-    assert [path.name for path in checkpoints(tmp_path)] == [
-        "step-00000002", "step-00000009", "step-00000010", "step-00100000",
-    ]  # fmt: skip
-    assert latest(tmp_path) == step_folder(tmp_path, 100_000)
-
-
 def test_one_that_has_lost_files_since_counts_and_is_found_damaged(tmp_path):
     for step, name in [(1, "index.json"), (2, "rank-00000.safetensors")]:
         step_folder(tmp_path, step).mkdir()
@@ -76,13 +67,6 @@ def test_what_was_put_aside_can_be_put_back(tmp_path):
     made(tmp_path, 3)
     put_back(renamed)
     assert [path.name for path in sorted(tmp_path.iterdir())][-1] == "step-00000003.aside"
-
-
-def test_a_path_means_a_checkpoint_or_the_newest_of_a_run(tmp_path):
-    old, new = made(tmp_path / "checkpoints", 1), made(tmp_path / "checkpoints", 2)
-    assert find(str(old), "k") == old
-    assert find(str(tmp_path), "k") == new
-    assert find(str(tmp_path / "checkpoints"), "k") == new
 
 
 def test_a_path_without_a_whole_checkpoint_is_refused(tmp_path):
@@ -126,14 +110,6 @@ def test_whatever_stands_in_the_place_of_a_checkpoint_is_removed(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_cannot_be_removed_is_said(tmp_path, monkeypatch):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr("shutil.rmtree", refuse)
-    assert remove(made(tmp_path, 1)).strerror == "Permission denied"
-
-
 def test_later_ones_are_put_aside(tmp_path):
     for step in (2, 4, 6):
         made(tmp_path, step)
@@ -153,12 +129,6 @@ def test_a_step_s_checkpoint(tmp_path):
         of_step(tmp_path, 3, "--step", 3)
     with pytest.raises(ConfigError, match="it has none at all$"):
         of_step(tmp_path / "empty", 3, "--step", 3)
-
-
-def test_the_advice_names_the_one_before(tmp_path):
-    first, second = made(tmp_path, 2), made(tmp_path, 4)
-    assert earlier_hint(first) == "give another checkpoint, or a whole copy of this one"
-    assert earlier_hint(second) == f"give another checkpoint of the run: the one before it is {first}"
 
 
 @pytest.mark.parametrize("form", ["{}/checkpoints/step-2", "{}/checkpoints/step-00000002/", "~/checkpoints/step-2"])
@@ -186,18 +156,6 @@ def test_another_models_checkpoint_is_refused(tmp_path, mine, said):
         check_checkpoint(made(tmp_path, 1), mine, "run")
 
 
-@pytest.mark.parametrize("text", ["", "{}", "not JSON", None])
-def test_a_position_that_cannot_be_read_is_said(tmp_path, text):
-    path = made(tmp_path, 1)
-    tiny.write_checkpoint(path, text or "")
-    if text is None:
-        (path / "position.json").unlink()
-    with pytest.raises(
-        ConfigError, match=r"^run=.*position.json (is missing|is no JSON \(.+\)|does not fit \(.+\)); give another"
-    ):
-        check_checkpoint(path, {"a.weight": (2, 3)}, "run")
-
-
 @pytest.mark.parametrize("name", ["index.json", "position.json"])
 def test_a_file_that_the_disk_does_not_give_is_no_damage(tmp_path, monkeypatch, name):
     path, real = made(tmp_path, 1), os.open
@@ -211,13 +169,6 @@ def test_a_file_that_the_disk_does_not_give_is_no_damage(tmp_path, monkeypatch, 
     with pytest.raises(ConfigError, match=f"its file {name} cannot be read \\(Permission denied\\); give") as caught:
         check_checkpoint(path, {"a.weight": (2, 3)}, "run")
     assert not isinstance(caught.value, DamagedCheckpoint)
-
-
-def test_position_and_index_name_the_same_files(tmp_path):
-    path = made(tmp_path, 1)
-    tiny.write_checkpoint(path, {"step": 1, "parameters": {}, "files": {"rank-00000.safetensors": 3}})
-    with pytest.raises(DamagedCheckpoint, match="its position.json and its index.json have other files"):
-        check_checkpoint(path, {}, "run")
 
 
 def test_a_run_must_be_longer_than_what_it_starts_from(tmp_path):
@@ -279,10 +230,6 @@ def saved(folder, step):
     return folder
 
 
-def test_a_run_that_starts_from_nothing_has_no_parent():
-    assert parent_of(None) == {}
-
-
 @pytest.mark.parametrize(
     ("form", "step"),
     [("{run}", 8), ("{run}/checkpoints", 8), ("{run}/checkpoints/step-00000004", 4), ("{run}/checkpoints/step-4", 4)],
@@ -305,12 +252,6 @@ def test_a_checkpoint_outside_of_a_run_is_named_by_its_path(tmp_path, monkeypatc
     assert parent_of(str(folder)) == expected
     monkeypatch.chdir(tmp_path)
     assert parent_of("step-3") == expected
-
-
-def test_a_link_names_the_run_that_it_leads_to(run, tmp_path):
-    """It was an error of Python's: the step was read from the link's own name."""
-    (tmp_path / "good").symlink_to(step_folder(run.checkpoints, 4))
-    assert parent_of(str(tmp_path / "good")) == {"parent_run": f"single/{run.path.name}", "parent_step": 4}
 
 
 def test_a_copy_of_a_checkpoint_has_any_name(tmp_path):

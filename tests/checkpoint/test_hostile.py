@@ -1,7 +1,6 @@
 """Files from a stranger in checkpoints, with checksums that fit: nothing is executed or read outside."""
 
 import base64
-import json
 import os
 import pickle
 import shutil
@@ -9,11 +8,10 @@ import shutil
 import pytest
 
 from tests import tiny
+from tests.checkpoint.storage import rewritten
 from tests.checkpoint.test_damage import loaded
 from tests.pool import RankFailure
 from titanlab.checkpoint import DamagedCheckpoint, latest, read_contents
-from titanlab.checkpoint.blocks import checksum
-from titanlab.checkpoint.index import signed
 from titanlab.checkpoint.storage import INDEX
 from titanlab.cli import main
 from titanlab.records import RunFolder
@@ -42,25 +40,13 @@ def checkpoint(copied):
     return latest(copied[1].checkpoints)
 
 
-def replace_position(checkpoint, change):
-    """Change position.json, and put its checksum into the index."""
-    content = json.loads((checkpoint / "position.json").read_bytes())
-    change(content)
-    text = json.dumps(content).encode()
-    (checkpoint / "position.json").write_bytes(text)
-    index = json.loads((checkpoint / INDEX).read_bytes())
-    del index["checksum"]
-    index["position"] = {"bytes": len(text), "checksum": f"{checksum(text):016x}"}
-    (checkpoint / INDEX).write_bytes(signed(json.dumps(index).encode()))
-
-
 @pytest.mark.parametrize(("state", "is_damage"), [(b"", False), (b"[3, [1, 2], null]", True)])
 def test_a_state_that_is_none_of_a_generator_is_damage_and_an_empty_one_is_none(
     pool, copied, checkpoint, state, is_damage
 ):
     made, run = copied
     encoded = base64.b64encode(state).decode()
-    replace_position(checkpoint, lambda content: content["generators"]["0"].update(python=encoded))
+    rewritten(checkpoint, lambda content: content["generators"]["0"].update(python=encoded))
     if not is_damage:
         assert pool.run(1, loaded, made, tiny.begin(made, run))[0][1] == 2
         return

@@ -105,18 +105,3 @@ def test_a_run_without_checkpoints_says_so(run, call):
     code, out, _ = call("checkpoints", run.path)
     assert (code, out.strip().endswith("has no checkpoints")) == (0, True)
     assert call("checkpoints", run.path, "--json")[1].strip() == "[]"
-
-
-@pytest.mark.full
-def test_resuming_over_damage(run, call):
-    path = step_folder(run.checkpoints, 4) / "rank-00000.safetensors"
-    path.write_bytes(flipped(path.read_bytes(), 50_000))
-    code, _, _ = call("resume", run.path, "--step", "4")
-    assert (code, run.result().kind.value) == (2, "infeasible")
-    assert "is damaged: its file rank-00000.safetensors has other bytes than were saved" in run.result().cause
-    assert run.result().cause.endswith("step-00000002")
-    assert path.exists()
-    code, _, _ = call("resume", run.path)
-    assert (code, run.result().kind.value, run.result().step) == (0, "done", 4)
-    assert (run.checkpoints / "step-00000004.damaged").is_dir()
-    assert [row["step"] for row in run.metrics("attempt")][-1] == 2

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests import tiny
+from tests.checkpoint.storage import started
 from tests.object_store.running import FOLDER, known
 from tests.object_store.server import Fault
 from tests.pool import RankFailure
@@ -29,13 +31,12 @@ from titanlab.checkpoint import (
     read_contents,
     step_of,
 )
-from titanlab.checkpoint.blocks import BLOCK
 from titanlab.checkpoint.contents import verify
 from titanlab.checkpoint.folders import OWNER, checkpoints
 from titanlab.checkpoint.index import read_index
 from titanlab.checkpoint.reader import JsonPlanner, ShardReader
-from titanlab.checkpoint.storage import folder_at
-from titanlab.checkpoint.store import Plans, make_part, write_and_publish
+from titanlab.checkpoint.storage import BLOCK, folder_at
+from titanlab.checkpoint.store import write_and_publish
 from titanlab.cli import main
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
@@ -128,8 +129,8 @@ def halves(endpoint):
     whole = torch.arange(ROWS * 1024, dtype=torch.float32).view(ROWS, 1024)
     if rank == 0:
         alone = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
-        planned = Plans().plan({"whole": whole}, folder, alone)
-        write_and_publish(planned.stage, planned, alone)
+        save = started({"whole": whole}, folder, world=alone)
+        write_and_publish(save.stage, save, alone)
     dist.barrier()
     state = {"whole": DTensor.from_local(torch.zeros(ROWS // 2, 1024), init_device_mesh("cpu", (2,)), [Shard(0)])}
     reader = ShardReader(folder, read_index(folder), "run")
@@ -265,8 +266,8 @@ def test_a_save_of_a_step_that_is_there_replaces_it_only_when_it_is_complete(tmp
     _made, run = saved_twice(tmp_path)
     old = server.store.objects[f"{str(latest(checkpoints_of(run))).removeprefix('emu://')}/index.json"]
     place = checkpoints_of(run)
-    assert make_part(place, place / "step-00000004") == place / "step-00000004.part"
-    assert make_part(place, place / "step-00000005") == place / "step-00000005"
+    assert folder_at(place).begin("step-00000004") == place / "step-00000004.part"
+    assert folder_at(place).begin("step-00000005") == place / "step-00000005"
     assert server.store.objects[f"{str(place).removeprefix('emu://')}/step-00000004/index.json"] == old
 
 
@@ -351,4 +352,4 @@ def test_a_run_whose_checkpoints_are_gone_is_refused(tmp_path, server):
     place = checkpoints_of(run)
     server.store.objects.clear()
     with pytest.raises(ConfigError, match=f"had saved step 4, and {place} has no checkpoint any more"):
-        begin(run, made, None, started_by="local", report=print)
+        begin(run, made, SimpleNamespace(started_by="local", processes=None, checkpoint=None, report=print))

@@ -150,7 +150,7 @@ def test_a_save_that_the_disk_refuses_leaves_the_one_before(tmp_path, target, mo
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr("titanlab.checkpoint.blocks.os.write", refuse)
+        patch.setattr("os.fsync", refuse)
         with pytest.raises(OSError, match="No space left"):
             saved_by(saver, step=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

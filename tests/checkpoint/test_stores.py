@@ -4,9 +4,8 @@ import pytest
 
 from tests.object_store.running import FOLDER
 from tests.object_store.server import Fault
-from titanlab.checkpoint import StorePath, blocks, storage
-from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter
-from titanlab.checkpoint.storage import DamagedFile, folder_at
+from titanlab.checkpoint import StorePath, storage
+from titanlab.checkpoint.storage import BLOCK, BlockReader, BlockWriter, DamagedFile, folder_at
 from titanlab.system import StoreFault, disk_fault, tells_of_disk
 
 PLACE = StorePath(FOLDER)
@@ -136,7 +135,7 @@ def test_one_of_two_folders_is_whole_whenever_a_move_ends(server, monkeypatch, d
 def test_any_range_is_read_in_pieces(server, monkeypatch):
     file = written()
     for piece in (BLOCK - 1, 1000):
-        monkeypatch.setattr(blocks, "_PIECE", piece)
+        monkeypatch.setattr(storage, "_PIECE", piece)
         target = bytearray(BLOCK + 9)
         with BlockReader(PLACE / "file", file.size, file.checksums) as reader:
             reader.read_into(2 * BLOCK - 6, memoryview(target))
@@ -160,7 +159,7 @@ def test_a_large_object_has_larger_parts_for_a_store_takes_ten_thousand(monkeypa
         def open(self, *given, **more):
             raise RuntimeError(f"{given} {more}")
 
-    monkeypatch.setattr(blocks, "filesystem", lambda path: (Noting(), "x"))
+    monkeypatch.setattr(storage, "filesystem", lambda path: (Noting(), "x"))
     with pytest.raises(StoreFault) as caught:
         BlockWriter(PLACE / "a", size)
     assert f"{PLACE}/a: RuntimeError: ('x', 'wb') {{'block_size': {part}}}" in str(caught.value)

@@ -14,21 +14,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from torch.distributed.checkpoint import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.checkpoint.one_process import ALONE
-from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_state, write
-from titanlab.checkpoint import ITEM_BYTES, DamagedCheckpoint, blocks, read_contents, read_into
+from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_state, started, write
+from titanlab.checkpoint import ITEM_BYTES, DamagedCheckpoint, SavedPosition, read_contents, read_into, storage
 from titanlab.checkpoint import reader as shard_reader
-from titanlab.checkpoint.blocks import BLOCK, BlockReader, BlockWriter, checksum
 from titanlab.checkpoint.index import read_index
-from titanlab.checkpoint.reader import JsonPlanner, ShardReader, load_state
-from titanlab.checkpoint.storage import DamagedFile, folder_at
-from titanlab.checkpoint.store import Plans
-from titanlab.checkpoint.writer import HostBuffer, bytes_of, check_coverage, publish, shard_of, without_duplicates
+from titanlab.checkpoint.reader import JsonPlanner, ShardReader, bytes_of, load_state
+from titanlab.checkpoint.storage import BLOCK, BlockReader, BlockWriter, DamagedFile, checksum, folder_at
+from titanlab.checkpoint.writer import HostBuffer, Part, entries_of, parts_of, publish, shard_of, shared_out
 from titanlab.checkpoint.writer import write as write_file
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
@@ -74,24 +68,23 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
 
 
 def test_what_was_written_is_what_is_there(tmp_path):
-    staged = Plans().plan({"x": torch.arange(5.0), "n": 4}, tmp_path, ALONE).stage()
+    staged = started({"x": torch.arange(5.0), "n": 4}, tmp_path).stage()
+    assert staged.objects == {"n": "4"}
     # A folder that this host does not see yet.
-    written = write_file(staged, tmp_path / "new" / "c")
+    file = write_file(staged, tmp_path / "new" / "c")
     path = tmp_path / "new" / "c" / "rank-00000.safetensors"
     content = path.read_bytes()
-    assert (written.file.name, written.file.size) == (path.name, len(content))
-    assert written.file.checksums == checksum(content).to_bytes(8, "little")
-    assert written.objects == {"n": "4"}
+    assert (file.name, file.size) == (path.name, len(content))
+    assert file.checksums == checksum(content).to_bytes(8, "little")
     # A second rank of the same number would write over it.
     with pytest.raises(FileExistsError):
         write_file(staged, tmp_path / "new" / "c")
 
 
-def test_a_copy_is_one_range_of_the_given_memory():
-    planned = Plans().plan({"x": torch.arange(3, dtype=torch.int16), "y": torch.ones(2)}, None, ALONE)
+def test_a_copy_is_one_range_of_the_given_memory(tmp_path):
     buffer = HostBuffer()
     memory = buffer.reserve(4096)
-    staged = planned.stage(buffer)
+    staged = started({"x": torch.arange(3, dtype=torch.int16), "y": torch.ones(2)}, tmp_path).stage(buffer)
     assert staged.content.data_ptr() == memory.data_ptr()
     assert len(staged.content) == staged.shard.size
     content = bytes(staged.content.tolist())
@@ -99,17 +92,16 @@ def test_a_copy_is_one_range_of_the_given_memory():
     assert [tensor.tolist() for tensor in staged.tensors] == [[1.0, 1.0], [0, 1, 2]]
 
 
-def test_a_tensor_that_has_changed_since_the_plan_is_refused():
-    plans = Plans()
-    planned = plans.plan({"x": torch.ones(3)}, None, ALONE)
-    planned.planner.state_dict["x"] = torch.ones(4)
+def test_a_tensor_that_has_changed_since_the_plan_is_refused(tmp_path):
+    save = started({"x": torch.ones(3)}, tmp_path)
+    save.state["x"] = torch.ones(4)
     with pytest.raises(ValueError, match=r"^x has the shape \[4\], and the plan says \[3\]$"):
-        planned.stage()
+        save.stage()
 
 
 def test_the_index_is_written_last(tmp_path, monkeypatch):
-    planned = Plans().plan({"x": torch.ones(3)}, tmp_path, ALONE)
-    written = write_file(planned.stage(), tmp_path)
+    save = started({"x": torch.ones(3)}, tmp_path)
+    file = write_file(save.stage(), tmp_path)
     names = []
 
     def fails_at_the_second(path, content, **given):
@@ -119,24 +111,8 @@ def test_the_index_is_written_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr("titanlab.checkpoint.storage.write_bytes", fails_at_the_second)
     with pytest.raises(OSError, match="No space left"):
-        publish(tmp_path, planned.shards, [written], planned.position)
+        publish(tmp_path, SavedPosition(step=0, parameters={}), save.tensors, [file], {})
     assert names == [("position.json", {"durable": True}), ("index.json", {"durable": True})]
-
-
-def plan_of(state):
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state, None, is_coordinator=True)
-    return planner.create_local_plan()
-
-
-def part(name, dtype, shape, offsets, sizes):
-    """An item of a plan: a part of a tensor."""
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-        properties=TensorProperties(dtype=dtype),
-        size=torch.Size(shape),
-    )
-    return WriteItem(index=MetadataIndex(name, torch.Size(offsets)), type=WriteItemType.SHARD, tensor_data=data)
 
 
 def header_of(shard):
@@ -153,59 +129,35 @@ def test_wide_elements_stand_first_in_the_order_of_the_plan():
         "e": torch.zeros(1, dtype=torch.int32),
         "f": torch.zeros(1),
     }
-    shard = shard_of(plan_of(state), 1)
-    assert [chunk.name for chunk in shard.chunks] == ["d", "c", "f", "e", "b", "a"]
+    shard = shard_of(parts_of(state), 1)
+    assert [part.name for part in shard.parts] == ["d", "c", "f", "e", "b", "a"]
     start = len(shard.header)
     assert start % 8 == 0
-    for chunk, size in zip(shard.chunks, [8, 8, 4, 4, 4, 3], strict=True):
-        assert (chunk.start, chunk.size) == (start, size)
-        assert chunk.start % ITEM_BYTES[chunk.dtype] == 0
+    for part, size in zip(shard.parts, [8, 8, 4, 4, 4, 3], strict=True):
+        assert (part.start, part.size) == (start, size)
+        assert part.start % ITEM_BYTES[part.dtype] == 0
         start += size
     assert shard.size == start
 
 
 def test_the_header_names_each_part_by_its_offsets():
-    plan = SavePlan([
-        part("x", torch.float32, (4, 6), (2, 0), (2, 3)),
-        part("x", torch.float32, (4, 6), (2, 3), (2, 3)),
-        part("s", torch.float32, (), (), ()),
-        part("e", torch.float32, (0, 5), (0, 0), (0, 5)),
-    ])  # fmt: skip
-    shard = shard_of(plan, 0)
-    assert header_of(shard) == {
+    parts = [
+        Part("x", "float32", (4, 6), (2, 0), (2, 3)),
+        Part("x", "float32", (4, 6), (2, 3), (2, 3)),
+        Part("s", "float32"),
+        Part("e", "complex64", (0, 5), (0, 0), (0, 5)),
+    ]
+    assert header_of(shard_of(parts, 0)) == {
+        "e[0,0]": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]},
         "x[2,0]": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
         "x[2,3]": {"dtype": "F32", "shape": [2, 3], "data_offsets": [24, 48]},
         "s[]": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},
-        "e[0,0]": {"dtype": "F32", "shape": [0, 5], "data_offsets": [52, 52]},
     }
-    first = shard.chunks[0]
-    assert (first.name, first.dtype, first.shape) == ("x", "float32", (4, 6))
-    assert (first.offsets, first.sizes) == ((2, 0), (2, 3))
-    assert first.index == MetadataIndex("x", torch.Size([2, 0]))
-
-
-def test_a_dtype_that_safetensors_lacks_is_written_as_bytes():
-    plan = plan_of({"x": torch.zeros(2, 3, dtype=torch.complex64)})
-    assert header_of(shard_of(plan, 0)) == {"x[0,0]": {"dtype": "U8", "shape": [48], "data_offsets": [0, 48]}}
-    assert shard_of(plan, 0).chunks[0].dtype == "complex64"
 
 
 def test_a_dtype_that_no_checkpoint_holds_is_refused():
-    with pytest.raises(TypeError, match=r"^x\.y has the dtype qint8, which a checkpoint cannot hold$"):
-        shard_of(SavePlan([part("x.y", torch.qint8, (2,), (0,), (2,))]), 0)
-
-
-def part_of(name, shape, offsets, sizes):
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
-        properties=TensorProperties(dtype=torch.float32),
-        size=torch.Size(shape),
-    )
-    return WriteItem(index=MetadataIndex(name, torch.Size(offsets)), type=WriteItemType.SHARD, tensor_data=data)
-
-
-def names(plan):
-    return [(each.index.fqn, tuple(each.index.offset)) for each in plan.items]
+    with pytest.raises(TypeError, match=r"^x\.y has the dtype uint7, which a checkpoint cannot hold$"):
+        parts_of({"x.y": torch.zeros(2, dtype=torch.uint7)})
 
 
 def grid(shape, cuts):
@@ -219,40 +171,34 @@ def grid(shape, cuts):
 
 def test_replicas_write_equal_shares():
     # Two replicas of two shards: each part is in two plans.
-    parts = [
-        part(f"x{number}", torch.float32, (4, 8), (2 * shard, 0), (2, 8)) for number in range(6) for shard in range(2)
-    ]
-    plans = [SavePlan([part for part in parts if part.index.offset[0] == 2 * shard]) for shard in (0, 1, 0, 1)]
-    found = without_duplicates(plans)
-    assert sorted(name for plan in found for name in names(plan)) == sorted(names(SavePlan(parts)))
-    assert [len(plan.items) for plan in found] == [3, 3, 3, 3]
-    check_coverage(found)
+    parts = [Part(f"x{number}", "float32", (4, 8), (2 * shard, 0), (2, 8)) for number in range(6) for shard in (0, 1)]
+    plans = [[part for part in parts if part.offsets[0] == 2 * shard] for shard in (0, 1, 0, 1)]
+    found = shared_out(plans)
+    assert sorted(part for plan in found for part in plan) == parts
+    assert [len(plan) for plan in found] == [3, 3, 3, 3]
 
 
-def test_it_finds_what_torchs_planner_finds():
-    """On random layouts: the same entries, and every one of them once."""
+def test_every_part_is_written_once_by_a_rank_that_has_it():
     chosen = random.Random(0)
     for _ in range(50):
         ranks, cuts = chosen.randint(1, 6), (chosen.choice([1, 2, 4]), chosen.choice([1, 2]))
-        parts = [part(f"x{n}", torch.float32, (8, 4), *cut) for n in range(3) for cut in grid((8, 4), cuts)]
+        parts = [Part(f"x{n}", "float32", (8, 4), *cut) for n in range(3) for cut in grid((8, 4), cuts)]
         homes = [chosen.sample(range(ranks), chosen.randint(1, ranks)) for _ in parts]
-        plans = [
-            SavePlan([part for part, home in zip(parts, homes, strict=True) if rank in home], planner_data={})
-            for rank in range(ranks)
-        ]
-        torchs, _ = DefaultSavePlanner().create_global_plan(plans)
-        found = without_duplicates(plans)
-        check_coverage(found)
-        assert sorted(n for plan in found for n in names(plan)) == sorted(n for plan in torchs for n in names(plan))
+        plans = [[part for part, home in zip(parts, homes, strict=True) if rank in home] for rank in range(ranks)]
+        found = shared_out(plans)
+        assert all(set(own) <= set(plan) for own, plan in zip(found, plans, strict=True))
+        assert sorted(part for own in found for part in own) == sorted(parts)
+        entries = entries_of([shard_of(own, rank) for rank, own in enumerate(found)])
+        assert {name: len(entry.chunks) for name, entry in entries.items()} == {
+            f"x{n}": len(parts) // 3 for n in range(3)
+        }
 
 
-def test_a_part_that_nobody_writes_is_named():
-    plans = [SavePlan([part("layers.3.weight", torch.float32, (4,), (0,), (2,))]), SavePlan([])]
-    with pytest.raises(ValueError, match=r"the parts of layers\.3\.weight on 2 ranks do not cover its shape \[4\]"):
-        check_coverage(plans)
-    plans[1] = SavePlan([part("layers.3.weight", torch.float32, (6,), (2,), (4,))])
-    with pytest.raises(ValueError, match=r"has the shape \[4\] on one rank, \[6\] on another"):
-        check_coverage(plans)
+@pytest.mark.parametrize("other", [[], [Part("layers.3.weight", "float32", (6,), (2,), (4,))]])
+def test_a_part_that_nobody_writes_is_named(other):
+    parts = [Part("layers.3.weight", "float32", (4,), (0,), (2,))], other
+    with pytest.raises(ValueError, match=r"2 ranks have is not a whole checkpoint: .*layers\.3\.weight"):
+        entries_of([shard_of(own, rank) for rank, own in enumerate(parts)])
 
 
 def same_bytes(one, other):
@@ -295,20 +241,20 @@ def resharded(folder, saves, loads):
         world.share(None)
         write(sharded_state(mesh, SHARDINGS[saves], filled=True)[0], folder, world=world)
     counts = {}
-    original = blocks.BlockReader._read
+    original = storage.BlockReader._read
 
     def counted(self, number, target):
-        for block in range(number, number + blocks.blocks_of(len(target))):
+        for block in range(number, number + storage.blocks_of(len(target))):
             counts[self._name, block] = counts.get((self._name, block), 0) + 1
         original(self, number, target)
 
-    blocks.BlockReader._read = counted
+    storage.BlockReader._read = counted
     try:
         state, _ = sharded_state(mesh, SHARDINGS[loads], filled=False)
         reader = ShardReader(folder, read_index(folder), "run")
         dcp.load(state, storage_reader=reader, planner=JsonPlanner())
     finally:
-        blocks.BlockReader._read = original
+        storage.BlockReader._read = original
     expected, _ = sharded_state(mesh, SHARDINGS[loads], filled=True)
     wrong = [name for name in state if not torch.equal(state[name].to_local(), expected[name].to_local())]
     assert reader.blocks_read == sum(counts.values())

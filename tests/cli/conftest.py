@@ -19,7 +19,6 @@ from titanlab.cli import main
 from titanlab.distributed import Host
 from titanlab.recipe import Recipe, to_mapping
 from titanlab.records import Outcome, OutcomeKind, create_run, identify
-from titanlab.techniques.model import llama_account
 
 LINE = re.compile(r"error: (?P<key>[^=\n]+)=(?P<value>.*?): (?P<rule>.+?); (?P<cure>.+)\n")
 
@@ -97,7 +96,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         return [{"run": recipe.name, "state": "ended", "outcome": "done"} for recipe in started]
 
     monkeypatch.setattr("titanlab.cli.sweep.submit", submit)
-    monkeypatch.setattr("titanlab.cli.sweep._report", lambda *given: None)
+    monkeypatch.setattr("titanlab.cli.sweep._report", lambda *given, **named: None)
     monkeypatch.setattr("titanlab.cli.sweep.follow", follow)
     monkeypatch.setattr("titanlab.launch.execute.execute", execute)
     monkeypatch.setattr("titanlab.cli.resume.continue_run", continue_run)
@@ -119,11 +118,36 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 @pytest.fixture
+def say(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`say("status", folder)`: exit code, standard output, standard error. A file about one verb has it as `VERB`."""
+    verb = [request.module.VERB] if hasattr(request.module, "VERB") else []
+
+    def call(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([*verb, *map(str, words)])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def shown(say: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Standard output of a call that succeeds without a word on standard error."""
+
+    def call(*words: object) -> str:
+        code, out, err = say(*words)
+        assert (code, err) == (0, "")
+        return out
+
+    return call
+
+
+@pytest.fixture
 def saved_run(tmp_path: Path) -> Path:
     """A run that has saved a checkpoint and was stopped; no data with text."""
     made = tiny.recipe(tmp_path / "runs", shard=2)
     identity = identify(made, data="tiny", hardware="cpu")
     run = create_run(made.runs, name="toy", identity=identity, config=to_mapping(made))
-    shapes = {name: list(shape) for name, shape in llama_account.account(made.model).parameters.items()}
+    shapes = {name: list(shape) for name, shape in made.model.account().parameters.items()}
     tiny.write_checkpoint(run.checkpoints / "step-00000003", {"step": 3, "parameters": shapes})
     return run.path

@@ -11,7 +11,6 @@ from tests import tiny
 from tests.sweep.made import Made, begin, end
 from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind, create_run, identify
-from titanlab.techniques.model import llama_account
 
 TEXT = "\n".join(f"{n} bottles of beer on the wall, take {n % 7} down and pass them around" for n in range(300))
 TOKENS = {"format": "titanlab-tokens", "version": 1, "dtype": "uint16", "vocab_size": 2048}
@@ -74,7 +73,7 @@ def make(place: Path) -> None:
         (place / name).write_bytes(content.encode() if isinstance(content, str) else content)
     (place / "empty").mkdir()
     debug = replace(tiny.recipe("runs").model, vocab_size=2048)
-    shapes = {name: list(shape) for name, shape in llama_account.account(debug).parameters.items()}
+    shapes = {name: list(shape) for name, shape in debug.account().parameters.items()}
     saved = json.dumps({"step": 300, "parameters": shapes})
     for run, position in {"saved": saved, "torn": '{"step": 300, "para', "saving": None}.items():
         step = "step-00000300" if position else "step-00000300.part"
@@ -93,7 +92,7 @@ def make(place: Path) -> None:
         recipe = replace(tiny.recipe(place / "runs", shard=2, seed=len(name)), name=name)
         identity = identify(recipe, data="tiny", hardware="cpu")
         run = create_run(recipe.runs, name=name, identity=identity, config=to_mapping(recipe))
-        shapes = {name: list(shape) for name, shape in llama_account.account(recipe.model).parameters.items()}
+        shapes = {name: list(shape) for name, shape in recipe.model.account().parameters.items()}
         if name != "unsaved":
             tiny.write_checkpoint(run.checkpoints / "step-00000003", {"step": 3, "parameters": shapes})
         if name == "over":

@@ -33,34 +33,26 @@ def test_the_process_is_as_before(here, monkeypatch, arguments, full):
 
 
 def test_hydra_that_exits_with_an_error_is_one_line(monkeypatch):
-    def gives_up(**given):
-        def decorate(function):
-            def call():
-                sys.stderr.write("usage: …\n\nthe reason\n")
-                raise SystemExit(2)
+    def gives_up():
+        sys.stderr.write("usage: …\n\nthe reason\n")
+        raise SystemExit(2)
 
-            return call
-
-        return decorate
-
-    monkeypatch.setattr(compose.hydra, "main", gives_up)
+    monkeypatch.setattr(compose.hydra, "main", lambda **given: lambda function: gives_up)
     with pytest.raises(ConfigError) as refused:
-        compose.answer(read_flags(["--cfg", "job"]))
-    assert str(refused.value) == "arguments=--cfg job: the reason; see `titanlab train --help`"
+        compose.answer(read_flags(["--hydra-help"]))
+    assert str(refused.value) == "arguments=--hydra-help: the reason; see `titanlab train --help`"
 
 
-def test_the_help_names_no_schemas(here, capsys):
+def test_the_help_names_no_schemas(here, shown):
     """A person chooses options; only YAML files begin with a schema."""
-    assert main(["train", "--help"]) == 0
-    out = capsys.readouterr().out
+    out = shown("train", "--help")
     assert "parallelism: " in out
     assert "_schema" not in out
 
 
-def test_hydras_help_names_no_flag_that_is_refused(here, capsys):
+def test_hydras_help_names_no_flag_that_is_refused(here, shown):
     """Hydra advises `titanlab train -sc install=bash`, after which TAB completes nothing."""
-    assert main(["train", "--hydra-help"]) == 0
-    out = capsys.readouterr().out
+    out = shown("train", "--hydra-help")
     assert "install=" not in out
     assert "rerun" not in out
     assert out.endswith('For TAB in the shell: eval "$(titanlab completion bash)"\n')
@@ -71,13 +63,12 @@ def test_hydras_help_names_no_flag_that_is_refused(here, capsys):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_config_in_a_pipe_is_yaml_whose_control_characters_are_escapes(here, capsys, monkeypatch, terminal):
+def test_a_config_in_a_pipe_is_yaml_whose_control_characters_are_escapes(here, shown, monkeypatch, terminal):
     (here / "own" / "recipe").mkdir(parents=True)
     text = '# @package _global_\ndefaults: [quickstart, _self_]\nname: "a\\eb\\u202Ec"\n'
     (here / "own" / "recipe" / "mine.yaml").write_text(text)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    assert main(["train", "--config-dir", "own", "+recipe=mine", "--cfg", "job"]) == 0
-    out = capsys.readouterr().out
+    out = shown("train", "--config-dir", "own", "+recipe=mine", "--cfg", "job")
     # On a terminal, another line may stand before it.
     name = out.partition("name: ")[2].partition("\n")[0]
     assert name

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.sweep.made import SUMMARY, Made, begin, end
-from titanlab.cli.verbs import main
 from titanlab.costs import meter
 
 
@@ -25,17 +24,8 @@ def made(tmp_path, monkeypatch):
     return sweep
 
 
-@pytest.fixture
-def say(capsys):
-    def say(*arguments):
-        assert main(arguments) == 0
-        return capsys.readouterr().out
-
-    return say
-
-
-def test_the_answer_comes_first(made, say):
-    lines = say("best", "layouts").splitlines()
+def test_the_answer_comes_first(made, shown):
+    lines = shown("best", "layouts").splitlines()
     assert lines[0].startswith("layouts: single is the fastest: 1,001 tokens/s per device, 42.8% more than dp_s2")
     assert lines[2].split()[:2] == ["1", "single"]
     assert "left out: 1 recipe" in lines
@@ -43,8 +33,8 @@ def test_the_answer_comes_first(made, say):
     assert "1 point dropped: 1 by rule" in lines
 
 
-def test_the_ranking_as_json(made, say):
-    values = json.loads(say("best", str(made.folder.path), "--by", "memory", "--max-memory", "76", "--json"))
+def test_the_ranking_as_json(made, shown):
+    values = json.loads(shown("best", str(made.folder.path), "--by", "memory", "--max-memory", "76", "--json"))
     assert (values["sweep"], values["by"], values["max_memory_gib"]) == ("layouts", "memory", 76.0)
     assert values["winner"] is None
     assert [recipe["left_out"] is None for recipe in values["recipes"]] == [True, True, False]

@@ -15,18 +15,13 @@ from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.recipe import Cluster
 
+VERB = "plan"
+
 
 @pytest.fixture
-def plan(tmp_path, monkeypatch, capsys):
-    """`plan("--measure")`: exit code, standard output, standard error."""
+def plan(tmp_path, monkeypatch, say):
     monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(["plan", *arguments])
-        return (code, *capsys.readouterr())
-
-    return call
+    return say
 
 
 @pytest.fixture

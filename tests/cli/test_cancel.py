@@ -5,7 +5,6 @@ import pytest
 from tests.sweep.conftest import names, slurm, small_package, sweep  # noqa: F401
 from tests.sweep.made import Made, begin, end
 from titanlab.cli import main
-from titanlab.cli.verbs import call
 
 
 @pytest.fixture
@@ -21,21 +20,21 @@ def made(tmp_path, monkeypatch):
     return made
 
 
-def test_running_waiting_and_ended_runs_are_counted(slurm, sweep, capsys):  # noqa: F811
+def test_running_waiting_and_ended_runs_are_counted(slurm, sweep, shown):  # noqa: F811
     runs = ["--runs", str(sweep.path.parent)]
-    assert call(["cancel", "layouts", *runs]) == 0
-    assert capsys.readouterr().out == (
+    assert shown("cancel", "layouts", *runs) == (
         "layouts: 1 running, which save and end, 1 waiting, which will not start, 3 ended before\n"
     )
     # It has not ended yet, and what waited has.
-    assert call(["cancel", str(sweep.path)]) == 0
-    assert capsys.readouterr().out == "layouts: 1 running, which save and end, 4 ended before\n"
+    assert shown("cancel", str(sweep.path)) == "layouts: 1 running, which save and end, 4 ended before\n"
 
 
-def test_only_the_runs_that_are_named_are_cancelled(slurm, sweep, capsys):  # noqa: F811
+def test_only_the_runs_that_are_named_are_cancelled(slurm, sweep, shown):  # noqa: F811
     running, waiting = names(sweep)[3:]
-    assert call(["cancel", "layouts", waiting, "--runs", str(sweep.path.parent)]) == 0
-    assert capsys.readouterr().out == "layouts: 1 waiting, which will not start\n"
+    assert (
+        shown("cancel", "layouts", waiting, "--runs", str(sweep.path.parent))
+        == "layouts: 1 waiting, which will not start\n"
+    )
     assert sweep.run(running).asked_to_cancel() is None
     assert slurm.jobs()[101]["states"][3:] == ["RUNNING", "CANCELLED"]
 
@@ -48,8 +47,7 @@ def test_of_a_sweep_that_has_ended_nothing_is_cancelled(made, capsys):
     assert {path: path.read_bytes() for path in made.folder.path.rglob("result.json")} == before
 
 
-def test_a_sweep_without_runs(tmp_path, monkeypatch, capsys):
+def test_a_sweep_without_runs(tmp_path, monkeypatch, shown):
     monkeypatch.chdir(tmp_path)
     Made(tmp_path / "runs").drop("rule", "no", seed=1)
-    assert main(["cancel", "layouts"]) == 0
-    assert capsys.readouterr().out == "layouts: no runs\n"
+    assert shown("cancel", "layouts") == "layouts: no runs\n"

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from tests.weights.saved import run_of, save
-from titanlab.cli import main
+
+VERB = "checkpoints"
 
 
 @pytest.fixture
@@ -19,43 +20,34 @@ def run(here):
     return run
 
 
-@pytest.fixture
-def says(capsys):
-    def call(run, *arguments):
-        code = main(["checkpoints", str(run.path), *arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
-def test_each_checkpoint_is_a_line_by_step(run, says):
-    code, out, err = says(run)
+def test_each_checkpoint_is_a_line_by_step(run, say):
+    code, out, err = say(run.path)
     assert (code, err) == (0, "")
     heading, *rows = [line.split() for line in out.splitlines()]
     assert heading == ["step", "size", "saved", "state"]
     assert [(row[0], row[-1]) for row in rows] == [("1", "complete"), ("2", "complete")]
-    rows = json.loads(says(run, "--json")[1])
+    rows = json.loads(say(run.path, "--json")[1])
     assert [(row["step"], row["state"], row["problem"], row["verified"]) for row in rows] == [
         (1, "complete", None, None),
         (2, "complete", None, None),
     ]
 
 
-def test_a_byte_that_has_changed_is_found_where_asked(run, says):
+def test_a_byte_that_has_changed_is_found_where_asked(run, say):
     largest = max((run.checkpoints / "step-00000002").iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
     content[-1] ^= 1
     largest.write_bytes(content)
-    assert says(run)[0] == 0
-    code, out, err = says(run, "--verify")
+    assert say(run.path)[0] == 0
+    code, out, err = say(run.path, "--verify")
     assert (code, err) == (1, "")
     assert ["verified" in line for line in out.splitlines()[1:]] == [True, False]
     assert largest.name in out.splitlines()[2]
-    code, out, _ = says(run, "--verify", "--json")
+    code, out, _ = say(run.path, "--verify", "--json")
     assert (code, [row["problem"] is None for row in json.loads(out)]) == (1, [True, False])
 
 
-def test_a_run_without_checkpoints_says_so(here, says):
+def test_a_run_without_checkpoints_says_so(here, say):
     _, run = run_of(here / "runs")
-    assert says(run) == (0, f"{run.path.relative_to(here)} has no checkpoints\n", "")
-    assert says(run, "--json")[:2] == (0, "[]\n")
+    assert say(run.path) == (0, f"{run.path.relative_to(here)} has no checkpoints\n", "")
+    assert say(run.path, "--json")[:2] == (0, "[]\n")

@@ -5,27 +5,17 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests import tiny
 from tests.sweep.made import Made, begin, end
-from titanlab.cli import main, status
+from titanlab.cli import status
 from titanlab.records import Outcome, OutcomeKind, RunFolder, Status
 from titanlab.sweep import clean as caches
 from titanlab.sweep import clean as items
 from titanlab.system import write_json
-
-RECORDS = (
-    "config.yaml",
-    "env.json",
-    "identity.json",
-    "status.json",
-    "metrics.jsonl",
-    "result.json",
-    "logs",
-    "attempts",
-)
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +42,8 @@ def run(saved, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def call(capsys, tmp_path):
-    def call(*arguments):
-        code = main(["clean", *map(str, arguments), "--runs", str(tmp_path / "runs")])
-        return code, *capsys.readouterr()
-
-    return call
+def call(say, tmp_path):
+    return lambda *words: say("clean", *words, "--runs", tmp_path / "runs")
 
 
 def keep(run, number, every=0):
@@ -86,17 +72,18 @@ def everything(folder):
 
 
 def test_a_run_that_is_done_keeps_its_newest_and_all_its_records(run, call):
-    before = {name: everything(run.path / name) if (run.path / name).is_dir() else (run.path / name).read_bytes()
-              for name in RECORDS}  # fmt: skip
+    def records():
+        files = [path for path in run.path.rglob("*") if path.is_file() and run.checkpoints not in path.parents]
+        return {str(path): path.read_bytes() for path in files if not path.name.startswith(".")}
+
+    before = records()
+    assert {"config.yaml", "metrics.jsonl", "result.json", "rank-0.log"} < {Path(path).name for path in before}
     code, out, err = call("--yes")
     assert (code, err) == (0, "")
     assert "checkpoints      3" in out
     assert out.splitlines()[-1].startswith("removed 3 items, ")
     assert steps(run) == ["8"]
-    assert before == {
-        name: everything(run.path / name) if (run.path / name).is_dir() else (run.path / name).read_bytes()
-        for name in RECORDS
-    }
+    assert before == records()
     assert call("--yes")[1].startswith("nothing is to be removed")
 
 
@@ -117,20 +104,16 @@ def test_rules_and_flags(run, saved, call, number, every, flags, left):
     assert steps(run) == left
 
 
-def test_a_damaged_newest_checkpoint_keeps_the_one_before_it(run, call):
-    index = run.checkpoints / "step-00000008" / "index.json"
-    index.write_text("{")
-    call("--yes")
-    assert steps(run) == ["6"]
-
-
-def test_every_byte_of_those_that_stay_is_read_where_asked(run, call):
+def test_a_damaged_newest_checkpoint_keeps_the_one_before_it_and_bytes_are_read_where_asked(run, call):
     (tensors,) = (run.checkpoints / "step-00000008").glob("*.safetensors")
     content = bytearray(tensors.read_bytes())
     content[-1] ^= 1
     tensors.write_bytes(content)
-    call("--yes", "--verify")
-    assert steps(run) == ["6"]
+    call("--yes", "--verify", "--keep", "3")
+    assert steps(run) == ["2", "4", "6"]
+    (run.checkpoints / "step-00000006" / "index.json").write_text("{")
+    call("--yes")
+    assert steps(run) == ["4"]
 
 
 def test_what_is_put_aside_and_what_saves_have_left_goes(run, call):
@@ -138,11 +121,15 @@ def test_what_is_put_aside_and_what_saves_have_left_goes(run, call):
     shutil.copytree(run.checkpoints / "step-00000006", run.checkpoints / "step-00000010.part")
     shutil.copytree(run.checkpoints / "step-00000006", run.checkpoints / "step-00000012.part")
     aged(run.checkpoints / "step-00000010.part")
-    (run.path / ".status.json.7-0a1b2c3d.tmp").write_text("{")
-    aged(run.path / ".status.json.7-0a1b2c3d.tmp")
+    old = [run.path / ".status.json.7-0a1b2c3d.tmp", run.attempt_folder(1) / ".a.123-ff.removing"]
+    for path in (*old, run.path / "status.json.tmp", run.path / ".a.b.partial"):
+        path.write_text("{")
+        aged(path)
+    (run.path / ".young.tmp").write_text("")
     call("--yes")
     assert steps(run) == ["6", "step-00000012.part"]
-    assert not list(run.path.glob(".*.tmp"))
+    assert not any(path.exists() for path in old)
+    assert all((run.path / name).exists() for name in ("status.json.tmp", ".a.b.partial", ".young.tmp"))
 
 
 def test_a_run_at_work_is_left_alone(run, call):
@@ -206,14 +193,8 @@ def test_nobody_is_asked_without_a_terminal(run, call):
 
 @pytest.mark.parametrize(("answer", "left"), [("y\n", 1), ("Yes\n", 1), ("\n", 4), ("n\n", 4), ("", 4)])
 def test_the_user_is_asked(run, call, monkeypatch, answer, left):
-    class Keyboard:
-        def isatty(self):
-            return True
-
-        def readline(self):
-            return answer
-
-    monkeypatch.setattr(status.sys, "stdin", Keyboard())
+    keyboard = SimpleNamespace(isatty=lambda: True, readline=lambda: answer)
+    monkeypatch.setattr(status.sys, "stdin", keyboard)
     code, out, _ = call()
     assert (code, len(steps(run))) == (0, left)
     assert "? [y/N] " in out
@@ -225,9 +206,6 @@ def test_one_run_or_one_sweep(run, call, tmp_path):
     assert (steps(run), len(steps(other))) == (["8"], 4)
     call("again", "--yes")
     assert steps(other) == ["8"]
-    assert call("nothing", "--yes")[0] == 2
-    assert call("--what", "everything")[2].startswith("error: --what=everything: everything is no kind; choose from")
-    assert call("--keep", "0")[2].startswith("error: --keep=0: must be at least 1")
 
 
 def test_superseded_runs_lose_their_bulk_and_keep_their_records(run, call):
@@ -341,7 +319,3 @@ def test_an_empty_folder_of_runs(call, tmp_path):
     assert line == f"nothing is to be removed: there is no folder {tmp_path / 'runs'}"
     (tmp_path / "runs").mkdir()
     assert call("--yes")[1].splitlines()[0] == "nothing is to be removed"
-    (tmp_path / "runs").rmdir()
-    (tmp_path / "runs").write_text("")
-    code, _, err = call("--yes")
-    assert (code, err) == (2, f"error: --runs={tmp_path / 'runs'}: is no folder; name the folder of runs\n")

@@ -6,9 +6,10 @@ import pytest
 from pyarrow import parquet
 
 from tests.sweep.made import SUMMARY, Made, begin, end
-from titanlab.cli import main
 from titanlab.costs import meter
 from titanlab.techniques.tracker.contract import FINISHED, RECORD_FILE, Record, write_record
+
+VERB = "collect"
 
 
 @pytest.fixture
@@ -29,21 +30,8 @@ def made(tmp_path, monkeypatch):
     return sweep
 
 
-@pytest.fixture
-def say(capsys):
-    """What is printed; the exit code is 0."""
-
-    def call(*arguments):
-        assert main(["collect", *arguments]) == 0
-        out, err = capsys.readouterr()
-        assert err == ""
-        return out
-
-    return call
-
-
-def test_the_table_is_beside_the_runs_and_the_recipes_are_compared(made, say):
-    said = say("layouts").splitlines()
+def test_the_table_is_beside_the_runs_and_the_recipes_are_compared(made, shown):
+    said = shown("layouts").splitlines()
     assert said[0] == "layouts: 3 runs"
     assert said[1].split() == ["layout", "processes", *"tokens/s of all MFU GiB loss outcome".split()]
     assert said[-2:] == ["table: runs/layouts/layouts.parquet", "table: runs/layouts/layouts.csv"]
@@ -53,8 +41,8 @@ def test_the_table_is_beside_the_runs_and_the_recipes_are_compared(made, say):
     assert table[0]["estimate.step_seconds"] is not None or table[0]["estimate.note"]
 
 
-def test_failures_and_dropped_points_come_after_the_comparison(made, say):
-    said = say("layouts").splitlines()
+def test_failures_and_dropped_points_come_after_the_comparison(made, shown):
+    said = shown("layouts").splitlines()
     place = {
         text: number
         for number, line in enumerate(said)
@@ -65,7 +53,7 @@ def test_failures_and_dropped_points_come_after_the_comparison(made, say):
     assert any("the cause of cp" in line for line in said)
 
 
-def test_what_a_tracker_lacks_and_how_a_control_drifts_are_said(made, say):
+def test_what_a_tracker_lacks_and_how_a_control_drifts_are_said(made, shown):
     lacking = made.run("lacking", seed=5)
     begin(lacking, tracker={**lacking.config()["tracker"], "kind": "tensorboard"})
     write_record(
@@ -81,15 +69,14 @@ def test_what_a_tracker_lacks_and_how_a_control_drifts_are_said(made, say):
             path.write_text(json.dumps(env))
         end(run, metrics={**SUMMARY, meter.TOKENS_PER_SECOND: speed})
     made.write()
-    out = say("layouts")
+    out = shown("layouts")
     assert f"  {lacking.path.name}: tensorboard: lacks 3 rows, for it could not keep up; titanlab sync " in out
     assert "  Drift: the control's tokens/s per device went 10.0% down in 1:00 (2 runs)" in out
 
 
 @pytest.mark.parametrize("into", ["else/where", "~/else/where"])
-def test_the_files_go_where_they_are_wanted(made, say, tmp_path, into):
+def test_the_files_go_where_they_are_wanted(made, shown, tmp_path, into):
     folder = tmp_path / into.replace("~", "home")
-    shown = folder.relative_to(tmp_path)
-    assert say("layouts", "--into", into).splitlines()[-1] == f"table: {shown}/layouts.csv"
+    assert shown("layouts", "--into", into).splitlines()[-1] == f"table: {folder.relative_to(tmp_path)}/layouts.csv"
     assert sorted(path.name for path in folder.iterdir()) == ["layouts.csv", "layouts.parquet"]
     assert list(made.folder.path.glob("layouts.*")) == []

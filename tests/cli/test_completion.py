@@ -30,28 +30,13 @@ from titanlab.records import OutcomeKind
         ("titanlab train data=files data.f", ["data.files="]),
         ("titanlab train optimizer.schedule.d", ["optimizer.schedule.decay=", "optimizer.schedule.decay_fraction="]),
         ("/some/where/titanlab train parall", ["parallelism.", "parallelism="]),
-        ("titanlab resume ", ["toy-0123abcd"]),
-        ("titanlab generate to", ["toy-0123abcd"]),
-        ("titanlab status ", ["single"]),
         ("titanlab tokenize ", []),
-    ],
-)
-def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, line, words):
-    write(here, {"runs/single/toy-0123abcd/config.yaml": "name: toy"})
-    monkeypatch.setenv("COMP_LINE", line)
-    assert main(["completion", "query"]) == 0
-    assert capsys.readouterr().out.split() == words
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
         # Two sweeps have a run of that name.
         *(
             (f"titanlab {verb} ", ["again/one-1", "toy-0123abcd", "study/one-1", "two-2"])
-            for verb in ("resume", "export")
+            for verb in ("resume", "export", "generate")
         ),
-        ("titanlab retry ", ["again", "other", "study"]),
+        *((f"titanlab {verb} ", ["again", "other", "study"]) for verb in ("retry", "status")),
         ("titanlab retry runs/study ", ["one-1", "two-2"]),
         ("titanlab retry study ", ["one-1", "two-2"]),
         ("titanlab retry --all-failed study one", ["one-1", "two-2"]),
@@ -76,7 +61,7 @@ def test_completion_of_verbs_groups_options_and_keys(here, monkeypatch, capsys, 
         ("titanlab schedule 'an open quotation mark", []),
     ],
 )
-def test_completion_of_sweeps_and_runs(here, monkeypatch, capsys, line, words):
+def test_completion_of_sweeps_and_runs(here, monkeypatch, shown, line, words):
     folders = (
         "runs/other/toy-0123abcd",
         "runs/study/one-1",
@@ -87,8 +72,7 @@ def test_completion_of_sweeps_and_runs(here, monkeypatch, capsys, line, words):
     write(here, {f"{folder}/config.yaml": "name: toy" for folder in folders})
     monkeypatch.setenv("ELSEWHERE", str(here / "elsewhere"))
     monkeypatch.setenv("COMP_LINE", line)
-    assert main(["completion", "query"]) == 0
-    assert capsys.readouterr().out.split() == words
+    assert shown("completion", "query").split() == words
 
 
 @pytest.mark.parametrize("flag", ["--config-dir mine", "--config-dir=mine", "-cd mine", "--config-dir $MINE"])
@@ -112,22 +96,14 @@ def test_completion_of_options_has_those_of_the_help(monkeypatch, capsys, verb):
     assert words <= shown | {"bash"}
 
 
-def test_completion_of_flags_names_the_flag_of_new_runs(monkeypatch, capsys):
-    for verb in ("train", "sweep"):
-        monkeypatch.setenv("COMP_LINE", f"titanlab {verb} --fr")
-        assert main(["completion", "query"]) == 0
-        assert ("--from" in capsys.readouterr().out.split()) is (verb == "train")
-
-
-def test_completion_of_flags_names_flags(monkeypatch, capsys):
-    monkeypatch.setenv("COMP_LINE", "titanlab train --c")
-    assert main(["completion", "query"]) == 0
-    flags = capsys.readouterr().out.split()
-    assert "--cfg" in flags
-    assert set(flags) <= {name for action in get_args_parser()._actions for name in action.option_strings} | {
-        "--from",
-        "--dry-run",
-    }
+def test_completion_of_flags_names_flags_and_that_of_new_runs(monkeypatch, shown):
+    hydras = {name for action in get_args_parser()._actions for name in action.option_strings}
+    for verb, own in (("train", {"--from", "--dry-run"}), ("sweep", {"--dry-run", "--force", "--json"})):
+        monkeypatch.setenv("COMP_LINE", f"titanlab {verb} --c")
+        flags = set(shown("completion", "query").split())
+        assert {"--cfg", *own} <= flags
+        assert flags <= {*hydras, *own, "--wait", "--prune", "--keep"}
+        assert ("--from" in flags) is (verb == "train")
 
 
 def test_bash_completes(here, tmp_path):

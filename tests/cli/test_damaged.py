@@ -4,14 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests import tiny
 from tests.sweep.made import Made, begin, end, train
 from titanlab.checkpoint.folders import step_folder
-from titanlab.cli import main
 from titanlab.launch import JobState
 from titanlab.records import RunFolder
 from titanlab.sweep import SweepFolder
@@ -30,18 +28,6 @@ def made(tmp_path, monkeypatch):
         end(run, "crash", cause="planted")
     tiny.write_checkpoint(step_folder(bad.checkpoints, 4), {"step": 4, "parameters": {}})
     return sweep, bad, good
-
-
-@pytest.fixture
-def say(capsys):
-    def call(*arguments):
-        capsys.readouterr()
-        start = time.perf_counter()
-        code = main(arguments)
-        assert time.perf_counter() - start < 20  # Two seconds where the machine is not busy.
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def changed(path, **values):

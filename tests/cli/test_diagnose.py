@@ -6,10 +6,11 @@ import pytest
 
 from tests import tiny
 from tests.distributed.test_hang import silent, waits
-from tests.records.test_hang_file import values
-from titanlab.cli.verbs import main
+from tests.records.test_hang import values
 from titanlab.records import Outcome, OutcomeKind, write_hang
-from titanlab.records.hang_file import hang_folder, parse_hang
+from titanlab.records.hang import hang_folder, parse_hang
+
+VERB = "diagnose"
 
 GROUPS = {"0": {"axis": "shard", "ranks": [0, 1, 2]}}
 
@@ -22,15 +23,6 @@ def run(tmp_path):
         made.write_failure(waits(rank))
     made.write_failure(silent(1))
     return made
-
-
-@pytest.fixture
-def say(capsys):
-    def call(*arguments):
-        code = main(["diagnose", *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def test_the_verdict_the_table_and_the_stacks(run, say):

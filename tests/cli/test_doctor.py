@@ -41,10 +41,9 @@ def test_each_finding_is_a_line_and_a_fault_is_exit_code_1(given, capsys):
     assert given == [("/elsewhere", None)]
 
 
-def test_warnings_are_no_fault(given, capsys, monkeypatch):
+def test_warnings_are_no_fault(given, shown, monkeypatch):
     monkeypatch.setattr("tests.cli.test_doctor.FOUND", FOUND[:2])
-    assert main(["doctor"]) == 0
-    assert "\n1 ok, 1 warn, 0 fail, in " in capsys.readouterr().out
+    assert "\n1 ok, 1 warn, 0 fail, in " in shown("doctor")
 
 
 def test_as_json(given, capsys):

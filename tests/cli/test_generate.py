@@ -19,12 +19,10 @@ def sampled(monkeypatch):
     return calls, pieces
 
 
-def test_the_prompt_and_its_continuation_are_one_line(saved_run, sampled, capsys):
-    assert call(["generate", str(saved_run), "--prompt", "ab "]) == 0
-    assert capsys.readouterr().out == "ab cd éf\n"
+def test_the_prompt_and_its_continuation_are_one_line(saved_run, sampled, shown):
+    assert shown("generate", str(saved_run), "--prompt", "ab ") == "ab cd éf\n"
     sampled[1].clear()
-    assert call(["generate", str(saved_run), "--prompt", "ab "]) == 0
-    assert capsys.readouterr().out == "ab \n"
+    assert shown("generate", str(saved_run), "--prompt", "ab ") == "ab \n"
 
 
 def test_flags_are_those_of_the_sampling(saved_run, sampled, here):

@@ -35,6 +35,8 @@ def test_each_failure_is_a_line(says):
 
 
 def test_one_host_or_all_are_forgotten(says):
+    unknown = "error: --clear=n7: is not on the list; it has: n1, n2; see `titanlab hosts`\n"
+    assert says("--clear", "n7") == (2, "", unknown, ["n1", "n2"])
     assert says("--clear", "n1") == (0, "cleared: n1\n", "", ["n2"])
     assert says("--all") == (0, "cleared: n2\n", "", [])
     assert says("--all") == (0, "cleared: nothing\n", "", [])

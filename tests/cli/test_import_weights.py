@@ -13,7 +13,7 @@ from titanlab.cli.weights import option_name
 from titanlab.recipe import as_typed
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train import is_weights
-from titanlab.train.weights_folder import open_weights
+from titanlab.train.weights import open_weights
 
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 96}
 MODEL = ["--model", "debug", *(f"model.{key}={value}" for key, value in SIZES.items())]
@@ -38,13 +38,14 @@ def _alone(recwarn):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("prefix", ["", "model."])
-def test_weights_of_another_tool_are_imported(tmp_path, capsys, prefix):
+def test_weights_of_another_tool_are_imported(tmp_path, shown, prefix):
     # What else a checkpoint of torchtitan has.
     other = {"optimizer": {"state": {"norm.weight": {"step": torch.ones(())}}}, "train_state": {"step": 7}}
     weights = saved(tmp_path / "theirs", prefix, **other)
     into = tmp_path / "ours"
-    assert main(["import", str(tmp_path / "theirs"), *MODEL, "--into", str(into), "--name", "mine"]) == 0
-    assert f"init_from={into}" in capsys.readouterr().out
+    assert f"init_from={into}" in shown(
+        "import", str(tmp_path / "theirs"), *MODEL, "--into", str(into), "--name", "mine"
+    )
     source = open_weights(into, "init_from")
     assert source.model == Llama(**SIZES)
     for name, weight in weights.items():

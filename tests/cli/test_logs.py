@@ -15,19 +15,12 @@ from titanlab.cli import inspect_runs
 from titanlab.cli.verbs import main
 from titanlab.records import Status
 
+VERB = "logs"
+
 
 @pytest.fixture
 def run(tmp_path):
     return tiny.begin(tiny.recipe(tmp_path / "runs", shard=2))
-
-
-@pytest.fixture
-def say(capfd):
-    def call(*arguments):
-        code = main(["logs", *map(str, arguments)])
-        return code, *capfd.readouterr()
-
-    return call
 
 
 def write(run, rank, text, mode="w"):

@@ -9,11 +9,11 @@ import shutil
 import pytest
 import yaml
 
-from tests.records.test_hang_file import values
+from tests.records.test_hang import values
 from tests.sweep.made import Made, begin, end, train
 from titanlab.cli import main
 from titanlab.records import Outcome, OutcomeKind, RunFolder, write_hang
-from titanlab.records.hang_file import parse_hang
+from titanlab.records.hang import parse_hang
 
 VERBS = (
     *("resume bad", "generate bad", "export bad --into out", "sync --rebuild bad", "diagnose bad", "checkpoints bad"),

@@ -1,31 +1,29 @@
-"""`titanlab plan`: what it prints, its JSON, and what it says about impossible requests."""
+"""`titanlab plan`: what it prints, its JSON, what it says about impossible requests; and `--trace`."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from titanlab.cli import main
+from tests import tiny
+from titanlab.costs import TrafficRow
 from titanlab.distributed import Host
 from titanlab.plan import search
+from titanlab.prove import TraceComparison
+from titanlab.prove.declared import declared
 
+VERB = "plan"
 RECIPE = ["+recipe=llama3_1_8b_8gpus", "cluster=h100"]
 TIED = ["+recipe=llama3_2_1b_8gpus", "cluster=h100"]
 
 
 @pytest.fixture
-def plan(tmp_path, monkeypatch, capsys):
-    """`plan("--top", "3", world=8)`: exit code, standard output, standard error."""
+def plan(tmp_path, monkeypatch, say):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(["plan", *arguments])
-        return (code, *capsys.readouterr())
-
-    return call
+    return say
 
 
 def test_the_table_has_a_row_for_each_recipe_and_the_arguments_of_the_first(plan):
@@ -112,3 +110,50 @@ def test_local_is_this_host(plan, monkeypatch):
     code, _, err = plan("model=debug", "cluster=local", "world=2", "launch=slurm")
     assert code == 2
     assert "cluster.accelerator=auto: is whatever a node has" in err
+
+
+@pytest.fixture
+def trace(tmp_path, monkeypatch, plan):
+    """`trace("--rank", "0", parameters=11)`: as `plan`, and what was asked for; the figures are planted."""
+    made, asked = tiny.recipe(tmp_path, shard=2), []
+
+    def call(*words: str, **changed):
+        def planted(recipe, ranks):
+            asked.append((recipe.name, ranks))
+            one = declared(made, 0)
+            rows = (TrafficRow(axis="shard", kind="all_reduce", count=1, bytes=420, wire_bytes=735),)
+            traced = replace(one, update_traffic=rows, **changed)
+            return TraceComparison(recipe=made, notes=("a note",), pairs=((one, traced),))
+
+        monkeypatch.setattr("titanlab.prove.trace", planted)
+        return *plan("--trace", *RECIPE, *words), asked
+
+    return call
+
+
+def test_equal_figures_are_success(trace):
+    code, out, err, asked = trace()
+    assert (code, err, asked) == (0, "", [("llama3_1_8b_8gpus", None)])
+    lines = out.splitlines()
+    assert lines[0].endswith("dp_s2, one step of 1 rank traced")
+    assert lines[1] == "a note"
+    assert lines[-2] == "the optimizer of rank 0, for which nothing is declared: shard: 1 all_reduce 420 B"
+    assert lines[-1].startswith("all ")
+
+
+def test_a_difference_is_named_and_fails(trace):
+    code, out, _, _ = trace("--rank", "0,1", parameters=11)
+    assert code == 1
+    assert out.splitlines()[-1].startswith("1 of ")
+    assert out.splitlines()[-1].endswith(" figures differ: rank 0: parameters of its stages")
+
+
+def test_ranks_are_those_that_are_named(trace):
+    assert trace("--rank", "0,1")[3] == [("llama3_1_8b_8gpus", [0, 1])]
+
+
+def test_json_has_every_figure(trace):
+    code, out, _, _ = trace("--json", parameter_bytes=1)
+    values = json.loads(out)
+    assert (code, values["equal"], values["notes"]) == (1, False, ["a note"])
+    assert [item["name"] for item in values["items"] if item["difference"]] == ["parameter bytes"]

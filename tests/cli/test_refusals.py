@@ -174,7 +174,6 @@ checkpoint.load_from=torn ⇒ checkpoint.load_from=torn/checkpoints/step-*******
 checkpoint.load_from=saved model.layers=3 ⇒ checkpoint.load_from=saved/checkpoints/step-********: is of another model: layers.2.attention_norm.weight is absent there and 64 here; choose the model that it was trained as
 checkpoint.load_from=saved training.steps=300 ⇒ training.steps=300: the checkpoint saved/checkpoints/step-******** is of step 300 already; try 600
 -m training.steps=300,0,200 ⇒ training.steps=0: must be at least 1; try 1000
--m model=debug,nope ⇒ model=nope: is no option of this group; known: debug, llama2_13b, llama2_34b, llama2_70b, llama2_7b, llama3…
 -m training.stepz=1,2 ⇒ training.stepz=1,2: is no key of this recipe; did you mean training.steps?
 -m training.global_batch=8,6 parallelism=fsdp world=4 ⇒ training.global_batch=6: must be a multiple of the 4 data-parallel processes; try 8
 -m runs=a-file seed=0,1 ⇒ runs=a-file: cannot be written (a-file is no folder); give a folder of yours: try runs=~/runs
@@ -228,8 +227,6 @@ parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=deadlock.csv �
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=torn.csv ⇒ schedule.file=torn.csv: line 2, cell 3: 0F1: stage 0 is on rank 0 already; each stage runs each microbatch F and B once (or F, I and W) on one rank, and after what it needs
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=one-rank.csv ⇒ schedule.file=one-rank.csv: has 1 lines, one a rank, and the pipeline has 2 ranks; try parallelism.pipeline=1, or schedule=1f1b
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=halves.csv ⇒ schedule.file=halves.csv: is for 1 microbatch a step, and a step has 8; try training.microbatch times 8, or schedule=1f1b
-+seed=1 --config-dir conf ⇒ +seed=1: is in the recipe already; try seed=1
-model=null --config-dir conf ⇒ model=null: is no option of a group; `titanlab train --help` lists them
 +recipe=early --config-dir conf ⇒ override /precision=bf16: comes before what it is to override; put what overrides at the end of the defaults of recipe/early.yaml
 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
 seed=3 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
@@ -237,7 +234,6 @@ seed=3 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second
 +recipe=chosen --config-dir conf ⇒ recipe=chosen: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/chosen.yaml: # @package _global_
 seed=1 +recipe=added --config-dir conf ⇒ recipe=added: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/added.yaml: # @package _global_
 +experiment=mine --config-dir conf ⇒ experiment=mine: has its keys below experiment, which is no key of a recipe; make this the first line of experiment/mine.yaml: # @package _global_
-~training.nope --config-dir conf ⇒ ~training.nope=: takes out what is not there; keys of training: steps, seq_len, global_batch, microbatch, loss_chunk, max_gr…
 model=llama_2m tracker=[wandb,tensorbord] ⇒ tracker=tensorbord: is no option of this group; try tensorboard; known: jsonl, tensorboard, wandb
 model=llama_2m tracker=[] ⇒ tracker=[]: is no list of options; known: jsonl, tensorboard, wandb; for none: tracker=jsonl
 model=llama_2m tracker=[wandb,wandb] ⇒ tracker=[wandb,wandb]: names wandb twice; name each option once
@@ -258,7 +254,6 @@ hydra.mode=MULTIRUN ⇒ hydra.mode=MULTIRUN: is a setting of Hydra's that titanl
 hydra.verbose=true ⇒ hydra.verbose=true: is a setting of Hydra's that titanlab does not read; leave it out: a run has its logs in its own folder
 hydra/job_logging=default ⇒ hydra/job_logging=default: is a setting of Hydra's that titanlab does not read; leave it out: a run has its logs in its own folder
 +hydra.callbacks.x.of=mine ⇒ hydra.callbacks.x.of=mine: is a setting of Hydra's that titanlab does not read; leave it out: nothing calls them here
-hydra.runtime.cwd=/x ⇒ hydra.runtime.cwd=/x: is a setting of Hydra's that titanlab does not read; leave it out
 'hydra={run:{dir:x}}' ⇒ hydra={run:{dir:x}}: is a setting of Hydra's that titanlab does not read; leave it out: titanlab train --help has the keys of a recipe
 hydra.job.name_of_it=x ⇒ hydra.job.name_of_it=x: is a setting of Hydra's that titanlab does not read; leave it out
 '~hydra' ⇒ hydra=: is a setting of Hydra's that titanlab does not read; leave it out: titanlab train --help has the keys of a recipe
@@ -293,10 +288,7 @@ model.experts=4 ⇒ model.experts=4: is no key of this recipe; it belongs to ano
 steps=3 ⇒ steps=3: is no key of this recipe; did you mean profiler.steps or training.steps?
 every=1 ⇒ every=1: is no key of this recipe; did you mean ac.every or checkpoint.every or profiler.every?
 hydra.sweeper.where=3 ⇒ hydra.sweeper.where=3: is a key of a sweep's file; add hydra/sweeper=space to have hydra.sweeper.where
-training.local_batch_size=3 ⇒ training.local_batch_size=3: is no key of this recipe; torchtitan's training.local_batch_size is training.microbatch (a step's sequences: training.global_batch) here
-parallelism.tensor_parallel_degree=2 ⇒ parallelism.tensor_parallel_degree=2: is no key of this recipe; torchtitan's parallelism.tensor_parallel_degree is parallelism.tensor here
 lr_scheduler.lr_min=0.1 ⇒ lr_scheduler.lr_min=0.1: is no key of this recipe; torchtitan's lr_scheduler.lr_min is optimizer.schedule.floor here
-activation_checkpoint.mode=full ⇒ activation_checkpoint.mode=full: is no key of this recipe; torchtitan's activation_checkpoint.mode is the group ac, such as ac=full or ac=selective_op here
 training.global_batch_size=3 ⇒ training.global_batch_size=3: is no key of this recipe; did you mean training.global_batch?
 lr_scheduler.warmup_steps=3 ⇒ lr_scheduler.warmup_steps=3: is no key of this recipe; did you mean optimizer.schedule.warmup_steps?
 launch.environment.A=x ⇒ launch.environment.A=x: is no key of this recipe; new keys of launch.environment are added with a plus: +launch.environment.A=…
@@ -581,8 +573,6 @@ bad --what temporary,data-cache ⇒ --what=temporary,data-cache: data-cache is o
 seed=1 --wait --dry-run ⇒ --dry-run=true: submits nothing to wait for (--wait); leave one out
 seed=0,1 --keep --prune ⇒ --prune=true: excludes --keep; leave one out
 seed=0,1 --json --wait ⇒ --json=true: has no table, which --wait shows; leave one out
---config-dir conf +recipe=moved seed=0,1 ⇒ hydra.run.dir=elsewhere: is a setting of Hydra's that titanlab does not read, and conf/recipe/moved.yaml sets it; a run's folder is runs/SWEEP/NAME: give runs=FOLDER, sweep=NAME or name=NAME
-hydra.run.dir=x seed=0,1 ⇒ hydra.run.dir=x: is a setting of Hydra's that titanlab does not read; a run's folder is runs/SWEEP/NAME: give runs=FOLDER, sweep=NAME or name=NAME
 +hydra.callbacks.x._target_=os.system seed=0,1 ⇒ hydra.callbacks.x._target_=os.system: names code, and a config never runs any; leave it out; code comes as an option of a package: docs/models-of-your-own.md
 """,
     "parity": r"""

@@ -16,15 +16,13 @@ def sweep(tmp_path, monkeypatch):
     return mixed(Made(tmp_path / "runs")).folder.path
 
 
-def test_the_page_lies_in_the_sweeps_folder(sweep, capsys):
-    assert main(["report", "layouts"]) == 0
-    answer, path = capsys.readouterr().out.splitlines()
+def test_the_page_lies_in_the_sweeps_folder(sweep, shown):
+    answer, path = shown("report", "layouts").splitlines()
     assert "is the fastest" in answer
     assert path == "report: runs/layouts/layouts.html"
     assert (sweep / "layouts.html").is_file()
     # It is none of the sweep's runs.
-    assert main(["status", "layouts"]) == 0
-    assert "layouts.html" not in capsys.readouterr().out
+    assert "layouts.html" not in shown("status", "layouts")
 
 
 def test_another_place(tmp_path, monkeypatch, capsys):
@@ -40,9 +38,8 @@ def test_another_place(tmp_path, monkeypatch, capsys):
         assert Path(file).is_file()
 
 
-def test_figures_beside_it(sweep, capsys):
-    assert main(["report", "layouts", "--figures", "figures", "--format", "svg", "--by", "memory"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_figures_beside_it(sweep, shown):
+    lines = shown("report", "layouts", "--figures", "figures", "--format", "svg", "--by", "memory").splitlines()
     assert "needs the least memory" in lines[0]
     assert lines[1] == "figure: figures/pareto.svg"
     assert all(Path(line.partition(": ")[2]).is_file() for line in lines[1:])

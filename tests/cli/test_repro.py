@@ -8,7 +8,6 @@ import pytest
 
 from tests import tiny
 from tests.reproduction.repositories import git, make_repository
-from titanlab.cli import main
 from titanlab.recipe import Loader, from_mapping, read_flags, to_mapping
 from titanlab.records import code_fingerprint, collect, git_state, read_config
 from titanlab.sweep.repro import wrong_path
@@ -54,14 +53,11 @@ def made(tmp_path, repository):
 
 
 @pytest.fixture
-def call(capsys, repository, tmp_path, monkeypatch):
+def call(say, repository, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-    def call(run, *arguments):
-        code = main(["repro", str(run.path), "--repo", str(repository), "--into", str(tmp_path / "out"), *arguments])
-        return code, *capsys.readouterr()
-
-    return call
+    # A hook of another repository sets this.
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+    return lambda run, *words: say("repro", run.path, "--repo", repository, "--into", tmp_path / "out", *words)
 
 
 def snapshot(run, repository, text):
@@ -73,7 +69,7 @@ def snapshot(run, repository, text):
     return folder
 
 
-@pytest.mark.parametrize("text", [None, "value = 2\n", "value = 3"])
+@pytest.mark.parametrize("text", [None, "value = 2\n", "value = 3", 'value = "é"\n'])
 def test_the_code_comes_back_from_its_commit_and_difference(made, call, tmp_path, text):
     run = made(text)
     code, out, err = call(run)
@@ -166,11 +162,11 @@ def test_a_patch_that_leaves_the_repository_is_refused(made, call, tmp_path, pat
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_patch_that_does_not_fit_is_named(made, call):
+def test_a_patch_of_which_a_part_does_not_fit_is_named_and_left_out_whole(made, call, tmp_path):
     run = made("value = 2\n")
-    (run.attempt_folder(1) / "code.patch").write_text(PATCH.replace("-value = 1", "-value = 9"))
+    (run.attempt_folder(1) / "code.patch").write_text(PATCH + PATCH.replace("code.py", "other.py"))
     code, _, err = call(run)
-    assert code == 1
+    assert (code, (tmp_path / "out" / "titanlab" / "code.py").read_text()) == (1, "value = 1\n")
     assert err.startswith("warning: code.patch does not fit the commit (")
 
 
@@ -199,7 +195,6 @@ def test_a_folder_that_is_there_is_refused(made, call, tmp_path):
     code, _, err = call(run)
     assert (code, (tmp_path / "out" / "mine").read_text()) == (2, "x")
     assert "is there already; give a new folder" in err
-    assert call(run, "--attempt", "4")[2].startswith("error: --attempt=4: the run has no such attempt; known: 1; ")
 
 
 def test_a_dry_run_needs_no_folder(made, call, tmp_path):

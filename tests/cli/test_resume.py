@@ -47,11 +47,10 @@ def test_a_run_of_a_queue_goes_on_here_if_one_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("launch", [Slurm(minutes=10), Local()], ids=["slurm", "local"])
-def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, capsys, launch):  # noqa: F811
+def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, shown, launch):  # noqa: F811
     run = ended(tmp_path, launch=launch, shard=4)
     arguments = ["launch=slurm", "launch.minutes=20"] if launch.kind == "local" else ["launch.minutes=20"]
-    assert call(["resume", str(run.path), "parallelism=ddp", "world=2", *arguments]) == 0
-    assert "job 101: 1 run of 2 processes" in capsys.readouterr().out
+    assert "job 101: 1 run of 2 processes" in shown("resume", str(run.path), "parallelism=ddp", "world=2", *arguments)
     flags = slurm.jobs()[101]["flags"]
     assert (flags["nodes"], flags["ntasks-per-node"], flags["time"]) == ("1", "2", "20")
     (submission,) = SweepFolder(run.path.parent).submissions()

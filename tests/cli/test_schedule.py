@@ -7,22 +7,17 @@ import sys
 import pytest
 
 from tests.schedule.conftest import KINDS, Schedule
-from titanlab.cli import main
 from titanlab.techniques.schedule.csv_schema import read_actions
+
+VERB = "schedule"
 
 
 @pytest.fixture
-def schedule(tmp_path, monkeypatch, capsys):
+def schedule(tmp_path, monkeypatch, say):
     """`schedule("zbv --ranks 2")`: exit code, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)
-
-    def call(line: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(["schedule", *line.split()])
-        return (code, *capsys.readouterr())
-
-    return call
+    return lambda line: say(*line.split())
 
 
 def test_a_timeline_in_a_pipe_is_plain(schedule):

@@ -9,8 +9,7 @@ import pytest
 
 from tests.sweep.made import Made, begin, end, train
 from tests.tracker.test_wandb import inspect
-from tests.training.recording.test_rebuild import again, tracked
-from titanlab.cli import main
+from tests.train.recording.test_rebuild import again, tracked
 from titanlab.techniques.tracker import wandb as wandb_upload
 from titanlab.techniques.tracker.contract import FINISHED, RECORD_FILE, Record, read_record, write_record
 from titanlab.techniques.tracker.trackers_schema import Wandb
@@ -23,16 +22,6 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     return Made(tmp_path / "runs")
-
-
-@pytest.fixture
-def say(capsys):
-    def call(*arguments):
-        capsys.readouterr()
-        code = main(arguments)
-        return code, *capsys.readouterr()
-
-    return call
 
 
 def offline(made, name):
@@ -96,7 +85,9 @@ def test_one_that_went_online_and_was_cut_short_is_uploaded_too(made, say, uploa
 
 def test_no_key_and_no_network_are_a_line_each(made, say, monkeypatch):
     run, _ = offline(made, "a")
-    monkeypatch.setattr("titanlab.train.rebuild", lambda run: [read_record(run.attempt_folder(1) / RECORD_FILE)])
+    monkeypatch.setattr(
+        "titanlab.train.rebuild", lambda run, tracker: [read_record(run.attempt_folder(1) / RECORD_FILE)]
+    )
     code, _, err = say("sync", run.path.name)
     assert (code, err.count("\n")) == (2, 1)
     assert err.startswith("error: WANDB_API_KEY=null: no API key of wandb was found; make one known")
@@ -119,7 +110,9 @@ def test_what_is_named_must_be_there(made, say):
 
 def test_of_a_sweep_only_what_lacks_something_is_rebuilt(made, say, monkeypatch):
     offline(made, "a")
-    monkeypatch.setattr("titanlab.train.rebuild", lambda run: [read_record(run.attempt_folder(1) / RECORD_FILE)])
+    monkeypatch.setattr(
+        "titanlab.train.rebuild", lambda run, tracker: [read_record(run.attempt_folder(1) / RECORD_FILE)]
+    )
     lacking = tracked(made, Wandb(), name="b")
     end(lacking)
     _, out, _ = say("sync", "--rebuild", "layouts")
@@ -168,7 +161,7 @@ def test_attempts_that_went_over_the_same_steps_are_merged_first(made, say, uplo
     assert f"{run.path.name}: wandb has all " in out
     (file,) = uploads[0]
     assert file not in (first, second)
-    assert file.parent.name.endswith(f"-{run.tracker_id()}")
+    assert file.parent.name.endswith(f"-{run.identity().tracker_id}")
     assert not first.exists()
     assert not second.exists()
 

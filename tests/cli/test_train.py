@@ -23,11 +23,13 @@ from titanlab.records import Outcome, OutcomeKind
 )
 def test_what_is_more_than_one_run_here_is_submitted(monkeypatch, arguments, waits):
     given = []
-    monkeypatch.setattr(sweep, "run_study", lambda each, *loader: given.append(each) or 7)
+    monkeypatch.setattr(sweep, "run_study", lambda rest, **named: given.append((rest, named)) or 7)
     assert call(["train", "data=synthetic", *arguments.split()]) == 7
-    (asked,) = given
-    assert asked.rest == ("data=synthetic", *arguments.split())
-    assert (asked.wait, asked.whole, asked.dry_run, asked.force) == (waits, waits, False, False)
+    ((rest, named),) = given
+    assert rest == ["data=synthetic", *arguments.split()]
+    assert {named.get(name, False) for name in ("wait", "whole")} == {waits}
+    assert not named["dry_run"]
+    assert "force" not in named
 
 
 @pytest.mark.parametrize("environ", [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}])
@@ -36,14 +38,14 @@ def test_one_run_is_executed_here(monkeypatch, environ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(execute, "execute", lambda run, console: Outcome(kind=OutcomeKind.NAN))
     monkeypatch.setattr(execute, "prepare", lambda recipes, report: recipes)
-    monkeypatch.setattr(sweep, "run_study", lambda *given: pytest.fail("submitted"))
+    monkeypatch.setattr(sweep, "run_study", lambda *given, **named: pytest.fail("submitted"))
     # A rank that somebody else started has been launched already.
     launch = ["launch=slurm", "cluster=cpu"] if environ else []
     assert call(["train", "data=synthetic", *launch]) == OutcomeKind.NAN.exit_code
 
 
-@pytest.mark.parametrize("launch", ["local", "slurm cluster=cpu"])
-def test_one_run_is_composed_once(monkeypatch, command, launch):
+@pytest.mark.parametrize(("words", "starts"), [("launch=local", 1), ("launch=slurm cluster=cpu", 1), ("--cfg job", 0)])
+def test_one_run_is_composed_once(monkeypatch, command, words, starts):
     composed = []
     load = ConfigLoaderImpl.load_configuration
 
@@ -53,9 +55,9 @@ def test_one_run_is_composed_once(monkeypatch, command, launch):
 
     monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
     monkeypatch.setattr("titanlab.cli.sweep.check_study", lambda study: None)
-    said = command(f"train data=synthetic model=debug training.global_batch=8 launch={launch}")
-    assert (said.code, len(said.started), len(composed)) == (0, 1, 1), said.err
-    assert said.started[0].training.global_batch == 8
+    said = command(f"train data=synthetic model=debug training.global_batch=8 {words}")
+    assert (said.code, len(said.started), len(composed)) == (0, starts, 1), said.err
+    assert {recipe.training.global_batch for recipe in said.started} <= {8}
 
 
 @pytest.mark.parametrize(

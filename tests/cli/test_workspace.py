@@ -48,7 +48,7 @@ def test_without_a_key_it_is_printed(sweep, capsys):
     assert (said.err, json.loads(said.out)["report"]["project"]["name"]) == ("", "other")
 
 
-def test_with_a_key_both_are_saved(sweep, capsys, monkeypatch):
+def test_with_a_key_both_are_saved(sweep, capsys, monkeypatch, shown):
     saved = []
 
     def save(self):
@@ -59,8 +59,7 @@ def test_with_a_key_both_are_saved(sweep, capsys, monkeypatch):
         monkeypatch.setattr(getattr(import_quietly(f"wandb_workspaces.{module}"), name), "save", save)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr("titanlab.techniques.tracker.wandb.lack", lambda: None)
-    assert main(["workspace", sweep]) == 0
-    assert capsys.readouterr().out == "https://wandb.test/us/Workspace\nhttps://wandb.test/us/Report\n"
+    assert shown("workspace", sweep) == "https://wandb.test/us/Workspace\nhttps://wandb.test/us/Report\n"
 
     def refuse(self):
         raise ValueError("permission denied\nand more")

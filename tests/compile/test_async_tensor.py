@@ -24,8 +24,8 @@ from titanlab.options import schema_of
 from titanlab.parallelism import TensorParallel, parallelise
 from titanlab.techniques.compile import compiler as async_tensor
 from titanlab.techniques.compile.schema import Compile
-from titanlab.techniques.model import llama, llama_account
-from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.model import llama
+from titanlab.techniques.model.llama_schema import TENSOR_PLAN, Llama
 from titanlab.techniques.precision import float8
 from titanlab.train.initialise import initialise
 
@@ -74,10 +74,10 @@ def fused_operators(precision):
     with patch.object(float8, "emulates", lambda config, device: False):
         chosen.implementation().convert(model, torch.device("cpu"))
     cut = TensorParallel(mesh=group, seq_len=64, sequence_parallel=True, loss_parallel=True)
-    parallelise(model, llama_account.TENSOR_PLAN, cut)
+    parallelise(model, TENSOR_PLAN, cut)
     model.to_empty(device="cpu")
     model.init_buffers()
-    initialise(model, llama_account.initial_values(config), 0)
+    initialise(model, config.initial_values(), 0)
     model.to(torch.bfloat16)
     block = model.layers["0"]
     Compile(blocks=True).implementation().compile_blocks([block], async_group=group.get_group())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.training.test_assemble import batch
+from tests.train.test_assemble import batch
 from titanlab.distributed import ALONE, build_mesh, joined, open_world
 from titanlab.techniques.compile.schema import MODES, Compile
 from titanlab.train import assemble as assembly

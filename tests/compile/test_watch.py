@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from tests import tiny
 from titanlab.costs import meter
 from titanlab.distributed import ALONE, joined
-from titanlab.techniques.compile.watch import RECOMPILATIONS, SECONDS, Watch, _short
+from titanlab.techniques.compile.compiler import RECOMPILATIONS, SECONDS, Watch, _short
 from titanlab.train import train as story
 
 

@@ -13,13 +13,9 @@ from titanlab.costs import (
     EXCHANGE,
     GROUPED_PRODUCT,
     ModelAccount,
-    Operation,
     block_name,
-    divisors,
-    forward_flops,
     is_in_block,
     linear_layers,
-    part_shape,
     path_matches,
     training_flops_per_token,
 )
@@ -41,16 +37,6 @@ def test_a_table_is_left_out_unless_it_is_the_head():
     # Layer 16, norm 4, head 40: six times 60. Attention: 12 · 1 layer · 2 heads · 2 wide · 5 positions.
     assert training_flops_per_token(untied, seq_len=5) == 6 * 60 + 12 * 1 * 2 * 2 * 5
     assert training_flops_per_token(tied, seq_len=5) == training_flops_per_token(untied, seq_len=5)
-
-
-def test_forward_sums_operations():
-    operations = [
-        Operation(name="a", kind="matmul", flops=5, output=(2, 3)),
-        Operation(name="b", kind="pointwise", flops=0, output=(2, 3)),
-        Operation(name="c", kind="attention", flops=7, output=(2, 3)),
-    ]
-    assert forward_flops(operations) == 12
-    assert forward_flops([]) == 0
 
 
 MODEL = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=200, vocab_size=256).account()
@@ -80,13 +66,6 @@ def test_a_pattern_matches_steps_of_a_path(pattern, is_match):
     assert path_matches("layers.0.attention.wk", pattern) is is_match
 
 
-def test_a_part_has_its_share_of_the_dim_that_is_cut():
-    assert part_shape(MODEL, "layers.0.attention.wk", (32, 64), 2) == (16, 64)
-    assert part_shape(MODEL, "layers.0.attention.wo", (64, 64), 2) == (64, 32)
-    # Parts are uneven: the first is the largest.
-    assert part_shape(MODEL, "layers.0.feed_forward.w1", (200, 64), 3) == (67, 64)
-
-
 def test_the_modules_of_a_model_have_these_names(tmp_path):
     recipe = tiny.recipe(tmp_path, layers=11)
     with torch.device("meta"):
@@ -113,8 +92,3 @@ def test_torch_has_an_operator_of_this_name(name, module):
     importlib.import_module(module)
     namespace, operator, overload = name.split(".")
     assert str(getattr(getattr(getattr(torch.ops, namespace), operator), overload)) == name
-
-
-@pytest.mark.parametrize(("number", "found"), [(12, [1, 2, 3, 4, 6, 12]), (9, [1, 3, 9]), (1, [1])])
-def test_divisors(number, found):
-    assert divisors(number) == found

@@ -3,8 +3,8 @@
 import pytest
 
 from tests import tiny
-from titanlab.costs import Coordinate, Layout, Step, Traffic, step_traffic, traffic_lines, traffic_metrics
-from titanlab.costs.traffic_account import forward_context_of_block, wire_bytes
+from titanlab.costs import Coordinate, Layout, Step, Traffic, add_context, step_traffic, traffic_lines, traffic_metrics
+from titanlab.costs.traffic_account import wire_bytes
 
 
 def a_table():
@@ -143,11 +143,9 @@ def test_each_rank_of_a_ring_receives_what_the_one_before_it_sends(context):
     """Forward; of blocks of ranks before it, a rank needs only the first half."""
     found = []
     for rank in range(context):
-        traffic, step = (
-            Traffic(),
-            Step(account=ACCOUNT, layout=Layout(context=context), seq_len=48 * context, microbatch=2),
-        )
-        forward_context_of_block(step, "layers.0", Coordinate(context=rank), traffic)
+        traffic = Traffic()
+        step = Step(account=ACCOUNT, layout=Layout(context=context), seq_len=48 * context, microbatch=2)
+        add_context(step, Coordinate(context=rank), ("layers.0",), traffic, only_forward=True)
         found.append({row.kind: (row.count, row.bytes) for row in traffic.rows()})
     assert all(found[rank]["send"] == found[rank - 1]["recv"] for rank in range(context))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -340,40 +339,6 @@ def texts(found: StreamDocuments, count: int) -> list[str]:
     return ["".join(map(chr, found.next()[1:-1])) for _ in range(count)]
 
 
-def test_with_fewer_files_streams_take_turns() -> None:
-    files = [["a", "b", "c", "d", "e"]]
-    assert texts(documents_of(files, 0), 4) == ["a", "c", "e", "a"]
-    assert texts(documents_of(files, 1), 3) == ["b", "d", "b"]
-    # Three streams share two files: 0 and 2 the first, 1 alone the second.
-    files = [["a", "b", "c"], ["x", "y"]]
-    assert [texts(documents_of(files, number, streams=3), 3) for number in range(3)] == [
-        ["a", "c", "a"], ["x", "y", "x"], ["b", "b", "b"],
-    ]  # fmt: skip
-
-
-def test_a_stream_goes_on_from_each_position() -> None:
-    files = [["a", "", "b", "c", None, "d"]]
-    whole = texts(documents_of(files, streams=1), 11)
-    for stop in range(10):
-        first = documents_of(files, streams=1)
-        assert texts(first, stop) == whole[:stop]
-        position = first.position()
-        second = documents_of(files, position=position, streams=1)
-        # Nothing is read, so nothing has moved.
-        assert second.position() == position
-        assert texts(second, 11 - stop) == whole[stop:]
-        second.close()
-
-
-def test_a_position_counts_what_was_seen_and_kept() -> None:
-    found = documents_of([["a", "", "b"]], streams=1)
-    assert found.position() == {"epoch": 0, "seen": 0, "kept": 0, "dataset": None}
-    texts(found, 2)
-    assert found.position() == {"epoch": 0, "seen": 3, "kept": 2, "dataset": {"at": 3}}
-    texts(found, 1)
-    assert found.position() == {"epoch": 1, "seen": 1, "kept": 1, "dataset": {"at": 1}}
-
-
 POSITION = {"epoch": 0, "seen": 0, "kept": 0, "dataset": None}
 
 
@@ -442,21 +407,3 @@ def refusal(**given):
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_line(given, line):
     assert refusal(**given).startswith(line)
-
-
-def test_files_of_this_machine_are_found_from_another_folder_too(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/me")
-    files = ["corpus/*.jsonl", "~/x.json", "/a/../b.json", "hf://datasets/a/b.json", "https://x/y.json.gz"]
-    made = HuggingFace(path="json", data_files=files).data_files
-    assert made == (f"{tmp_path}/corpus/*.jsonl", "/home/me/x.json", "/b.json", *files[3:])
-    assert HuggingFace(path="json", data_files=made).data_files == made
-
-
-def test_a_folder_is_a_folder_from_everywhere_and_a_name_of_the_hub_is_a_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    os.makedirs("mine/set")
-    (tmp_path / "file").write_text("")
-    assert HuggingFace(path="mine/set").path == f"{tmp_path}/mine/set"
-    assert HuggingFace(path="allenai/c4").path == "allenai/c4"
-    assert HuggingFace(path="file").path == "file"

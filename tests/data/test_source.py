@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
@@ -17,12 +16,6 @@ from titanlab.data import DataConfig, Synthetic, source
 from titanlab.data.contract import DataSource
 from titanlab.data.schema import Files, HuggingFace, Stdlib, TokenFolder
 from titanlab.data.shards import ShardIndex, TokenShard
-from titanlab.data.source import (
-    check_multiple,
-    check_sequences,
-    check_validation,
-    check_vocab_size,
-)
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 
@@ -120,12 +113,6 @@ def test_kinds_of_others_need_no_change_here() -> None:
         ("open_train", {**how, "seed": 1, "global_batch": 2, "state": None}),
         ("open_validation", {**how, "sequences": 3}),
     ]
-
-
-@pytest.fixture
-def some_text(tmp_path: Path) -> str:
-    (tmp_path / "some.txt").write_text("some text\n" * 100)
-    return str(tmp_path / "some.txt")
 
 
 BAD_VALUES = {
@@ -245,40 +232,6 @@ class Documents(Plain):
         raise RuntimeError("not prepared")
 
 
-class Inherited(Documents):
-    pass
-
-
-def test_documents_are_those_of_kinds_that_say_where_they_end():
-    assert not Plain().has_documents
-    assert Plain().separators() is None
-
-
-def test_whether_there_are_documents_is_known_before_the_data_is_prepared():
-    assert Documents().has_documents
-    assert Inherited().has_documents
-
-
-def test_without_rules_every_setting_passes():
-    Plain().check(seq_len=0, global_batch=0, ranks=0, vocab_size=0, validation_sequences=0)
-
-    class Config(DataConfig):
-        kind = "x"
-
-        def implementation(self):
-            return Plain()
-
-    assert Config().check(None) is None
-    assert Config().document_mask is False
-
-
-@pytest.mark.parametrize("name", sorted(DataSource.__abstractmethods__))
-def test_a_kind_that_lacks_a_method_is_no_kind(name):
-    missing = type("Missing", (Plain,), {name: getattr(DataSource, name)})
-    with pytest.raises(TypeError, match=name):
-        missing()
-
-
 def index(train: tuple[int, ...] = (), validation: tuple[int, ...] = ()) -> ShardIndex:
     """Files of so many tokens."""
     return ShardIndex(
@@ -291,39 +244,3 @@ def index(train: tuple[int, ...] = (), validation: tuple[int, ...] = ()) -> Shar
 
 NOTHING = "holds nothing out to validate on; hold some out, or training.validate_every=0"
 SHORT = "the corpus is shorter than one sequence: it has"
-
-
-@pytest.mark.parametrize(
-    ("check", "said"),
-    [
-        (
-            lambda: check_multiple("training.global_batch", 12, 5),
-            "training.global_batch=12: must be a multiple of the 5 data-parallel processes; try 10 or 15",
-        ),
-        (
-            lambda: check_multiple("training.global_batch", 3, 8),
-            "training.global_batch=3: must be a multiple of the 8 data-parallel processes; try 8",
-        ),
-        (
-            lambda: check_vocab_size(9, 10),
-            "model.vocab_size=9: is smaller than the 10 tokens of the data's vocabulary; try model.vocab_size=10",
-        ),
-        (
-            lambda: check_sequences(index((8, 5)), 8),
-            f"training.seq_len=8: {SHORT} 13 tokens to train on; try 7 or less, or give more text",
-        ),
-        (lambda: check_sequences(index((1,)), 8), f"training.seq_len=8: {SHORT} 1 tokens to train on; give more text"),
-        (lambda: check_sequences(index(), 8), f"training.seq_len=8: {SHORT} 0 tokens to train on; give more text"),
-        (lambda: check_validation(None, "k", 0.0), f"k=0.0: {NOTHING}"),
-        (lambda: check_validation(index((50,), ()), "k", 0.1), f"k=0.1: {NOTHING}"),
-        (lambda: check_validation(index((50,), (1,)), "k", 0.1), f"k=0.1: {NOTHING}"),
-        (
-            lambda: check_multiple("data.streams", 24, 5),
-            "data.streams=24: must be a multiple of the 5 data-parallel processes; try 20 or 25",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_told(check: Callable[[], None], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check()
-    assert str(caught.value) == said

@@ -185,11 +185,6 @@ def test_an_error_while_reading_ahead_reaches_whoever_asks() -> None:
     stream.close()
 
 
-def test_streams_must_divide_among_the_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"data\.streams=12: must be a multiple of the 5 .*; try 10 or 15"):
-        global_order([3], ranks=5, steps=1, batch=10)
-
-
 DAMAGED: dict[str, tuple[Callable[[State], Any], str]] = {
     "no parts": (lambda state: state.pop("parts"), "data.parts=null: must map the numbers of all 12 streams"),
     "a list of parts": (lambda state: state.update(parts=[]), "must map the numbers of all 12 streams"),

@@ -13,9 +13,7 @@ import pytest
 from tests.data.conftest import silent, text
 from tests.data.test_streams import SEQ, folder_of, global_steps
 from titanlab.data import source, write_token_shards
-from titanlab.data import text as text_kinds
-from titanlab.data.contract import Separators
-from titanlab.data.corpus import is_held_out
+from titanlab.data.corpus import is_held_out, library_of_python
 from titanlab.data.schema import Files, Stdlib, TokenFolder
 from titanlab.data.shards import read_index
 from titanlab.data.text import PreparedText, make_shards
@@ -140,12 +138,12 @@ def test_stdlib_leaves_out_what_differs_between_machines(tmp_path: Path) -> None
     ):  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    found = [str(file.relative_to(tmp_path)) for file in text_kinds.source_files(tmp_path)]
+    found = [str(file.relative_to(tmp_path)) for file in library_of_python(tmp_path).files]
     assert found == ["abc.py", "json/__init__.py", "json/decoder.py"]
 
 
 def test_python_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr(text_kinds.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match="came without the source of its library.*; try data=files"):
         source.fingerprint(Stdlib())
 
@@ -154,14 +152,11 @@ def test_python_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("name", "content", "rule"),
     [
         ("a.txt", b"\xff\x00bad\xc3\x28", "a.txt, byte 0: is not UTF-8 text"),
-        ("a.jsonl", b"no json\n", "a.jsonl:1: is not JSON"),
-        ("a.parquet", b"PAR1", "a.parquet: is no readable parquet"),
-        ("a.txt.gz", b"\x1f\x8b\x08", "a.txt.gz: is no whole .gz file"),
         ("a.txt", b"", "a.txt: is empty"),
         ("folder/", None, "folder: has no files"),
         ("nothing.txt", None, "nothing.txt: matches no file"),
     ],
-    ids=["not UTF-8", "no JSON", "no parquet", "no gzip", "empty", "an empty folder", "missing"],
+    ids=["not UTF-8", "empty", "an empty folder", "missing"],
 )
 def test_a_bad_file_comes_before_the_vocabulary(
     tmp_path: Path, cache: Path, name: str, content: bytes, rule: str
@@ -216,7 +211,7 @@ FITS = {"seq_len": 8, "vocab_size": 400, "validation_sequences": 0}
 def reader_of(corpus: Path, model_file: Path, cache: Path) -> Any:
     """`reader_of(…)`: the reader of files, before anything is prepared."""
 
-    def make(**changes: Any) -> PreparedText[Any]:
+    def make(**changes: Any) -> PreparedText:
         given = {"files": str(corpus), "tokenizer": str(model_file), "validation_fraction": 0.1, **changes}
         reader = Files(**given).implementation()
         assert isinstance(reader, PreparedText)
@@ -237,19 +232,6 @@ def test_before_it_is_prepared_there_is_no_index(reader_of: Any) -> None:
         assert refusal(ask) == f"data=files: {reader.folder} is missing; prepare the data first"
     # A tokenizer that is named needs no corpus.
     assert reader.tokenizer().vocab_size == 400
-
-
-def test_what_is_prepared_is_read(reader_of: Any) -> None:
-    reader = reader_of()
-    reader.prepare(report=silent)
-    assert reader.vocab_size() == 400
-    assert reader.separators() == Separators(begin=1, end=2)
-    assert reader.index.tokens("train") > reader.index.tokens("validation") > 0
-    batch = reader.open_train(seed=0, seq_len=8, global_batch=2, rank=0, ranks=1, state=None).next_batch()
-    assert batch.tokens.shape == (2, 8)
-    assert len(reader.open_validation(seq_len=8, sequences=3, rank=0, ranks=1)) == 3
-    # Nothing is done twice.
-    reader_of().prepare(report=pytest.fail)
 
 
 def test_a_trained_tokenizer_is_that_of_the_shards(reader_of: Any) -> None:
@@ -439,4 +421,10 @@ def test_rules(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             source.check(config, **{**fits, **change})
+    # One token is no sequence, and nothing to validate on.
+    one = folder_of(tmp_path / "one", [60], [1])
+    with pytest.raises(ConfigError, match="holds nothing out to validate on"):
+        source.check(one, **fits, validation_sequences=1)
+    with pytest.raises(ConfigError, match="it has 1 tokens to train on; give more text"):
+        source.check(folder_of(tmp_path / "none", [1]), **{**fits, "vocab_size": 100})
     source.check(config, **{**fits, "seq_len": 59})

@@ -141,24 +141,17 @@ def test_a_folder_as_meta_released_it_has_one(tokens, tmp_path):
         (lambda lines: [*lines[:300], b"!!! 300", *lines[301:]], "line 301 is no token and rank"),
         (lambda lines: [*lines[:300], *lines[301:]], "line 301 has not the next rank"),
         (lambda lines: [*lines[:300], lines[0].split()[0] + b" 300", *lines[301:]], "or a token twice"),
-        (lambda lines: [*lines[:300], lines[300][:3]], "line 301 is no token and rank"),
         # Before it was held, 200,000 bytes took 20 GB of memory.
         (
             lambda lines: [*lines[:300], base64.b64encode(b"a" * 200_000) + b" 300"],
             "line 301 has a token of 200000 bytes",
         ),
-        (lambda lines: [*lines[:300], lines[300].split()[0], *lines[301:]], "line 301 is no token and rank"),
         (
             lambda lines: [*lines[:300], lines[300].split()[0] + b" -300", *lines[301:]],
             "line 301 has not the next rank",
         ),
-        (lambda lines: [*lines[:300], lines[300] + b"9" * 5000, *lines[301:]], "line 301 is no token and rank"),
-        (lambda lines: [*lines[:300], b"\xff\xfe\x00\x01"], "line 301 is no token and rank"),
-        (lambda lines: lines[:1], "byte "),
     ],
-    ids=[
-        *("cut", "no base64", "a line lost", "twice", "torn", "long", "no rank", "negative", "digits", "bytes", "one"),
-    ],
+    ids=["cut", "no base64", "a line lost", "twice", "long", "negative"],
 )
 def test_a_damaged_file_is_one_line(tokens, tmp_path, change, rule):
     path = written(tmp_path / "tokenizer.model", tokens)

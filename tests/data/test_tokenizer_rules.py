@@ -10,16 +10,13 @@ import pytest
 import tokenizers
 
 from titanlab.cli import main
-from titanlab.data import tokenizer_rules
 from titanlab.data import tokenizers as reading
-from titanlab.data.tokenizer_rules import PATTERN, unknown_patterns
-from titanlab.data.tokenizers import load
+from titanlab.data.tokenizers import PATTERN, load, unknown_patterns
 from titanlab.errors import ConfigError
 
 ENDLESS = r"(a+)+b"
 # Read twice over, from every place: the time grows with the cube of a run's length, and no limit of the library's acts.
 SLOW = r"\w*\w*[^\w\s]{40}"
-TEXT = "a" * 60 + "!"
 TEXT = "a" * 60 + "!"
 
 
@@ -62,18 +59,18 @@ def test_files_of_the_current_folder_with_names_of_modules_are_not_imported(made
 
 @pytest.mark.parametrize("pattern", [PATTERN, r"\p{N}{1,3}"])
 def test_known_patterns_need_no_trial(made, pattern, monkeypatch):
-    monkeypatch.setattr(tokenizer_rules, "TRIAL_SECONDS", "no number")
+    monkeypatch.setattr(reading, "TRIAL_SECONDS", "no number")
     load(made(pattern))
 
 
 def test_a_process_that_crashes_is_told(made, monkeypatch):
-    monkeypatch.setattr(tokenizer_rules, "module_command", lambda module: ["sh", "-c", "kill -SEGV $$"])
+    monkeypatch.setattr(reading, "module_command", lambda module: ["sh", "-c", "kill -SEGV $$"])
     with pytest.raises(ConfigError, match="a process that tries it ends with exit code -11, perhaps for lack of memor"):
         load(made(r"\w+|\W"))
 
 
 def test_a_process_that_hangs_is_ended(made, monkeypatch):
-    monkeypatch.setattr(tokenizer_rules, "SECONDS", 0.01)
+    monkeypatch.setattr(reading, "SECONDS", 0.01)
     with pytest.raises(ConfigError, match=r"backtracks for more than 0 s in a trial"):
         load(made(r"\w+|\W"))
 
@@ -147,7 +144,7 @@ def changed(made):
     [(added_through, ENDLESS), (normalised_by, ENDLESS), (split_by, ENDLESS), (decoded_by, ENDLESS), (split_by, SLOW)],
 )
 def test_a_pattern_of_any_part_is_found_when_it_is_read(changed, part, pattern, monkeypatch, capfd):
-    monkeypatch.setattr(tokenizer_rules, "TRIAL_SECONDS", 0.3)
+    monkeypatch.setattr(reading, "TRIAL_SECONDS", 0.3)
     file = changed(part(pattern))
     with pytest.raises(ConfigError, match=r"backtracks (without end|for more than 0.3 s of computing) ") as refused:
         load(file)

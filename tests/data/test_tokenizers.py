@@ -6,7 +6,6 @@ import base64
 import codecs
 import gzip
 import json
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,28 +54,6 @@ def test_dropout_of_merges_is_off(json_file: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     written = Path(json.__file__).read_text()
     assert load(tmp_path).encode(written) == load(json_file).encode(written)
-
-
-def test_python_source_comes_back(model_file: Path) -> None:
-    tokenizer = load(model_file)
-    for name in ("argparse.py", "tabnanny.py", "this.py", "html/entities.py"):
-        source = Path(sysconfig.get_path("stdlib"), name).read_bytes().decode()
-        assert tokenizer.decode(tokenizer.encode(source)) == source
-    # Indentation and line ends are pieces, not bytes.
-    assert len(tokenizer.encode("\n")) == 1
-
-
-def test_special_tokens(model_file: Path, json_file: Path, tmp_path: Path) -> None:
-    trained = load(model_file)
-    assert (trained.bos_id, trained.eos_id, trained.vocab_size) == (1, 2, 400)
-    made = load(json_file)
-    assert (made.bos_id, made.eos_id) == (0, 1)
-    # Without its config beside it, and with names nobody uses, it has none; with names many use, it does.
-    alone = tmp_path / "tokenizer.json"
-    alone.write_text(json_file.read_text())
-    assert (load(alone).bos_id, load(alone).eos_id) == (None, None)
-    alone.write_text(json_file.read_text().replace("<|end|>", "<|endoftext|>"))
-    assert (load(alone).bos_id, load(alone).eos_id) == (None, 1)
 
 
 WITH_NONE = {"None": 0, "<|endoftext|>": 1, "<s>": 2, "a": 3, "5": 4}
@@ -223,25 +200,11 @@ def test_a_config_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     assert separators_in_words(load(tmp_path)) == ["a document ends with token 3"]
 
 
-def test_decoding_leaves_special_tokens_out(model_file: Path, json_file: Path) -> None:
-    for file in (model_file, json_file):
-        tokenizer = load(file)
-        assert tokenizer.bos_id is not None
-        assert tokenizer.eos_id is not None
-        assert tokenizer.decode([tokenizer.bos_id, *tokenizer.encode("a b"), tokenizer.eos_id]) == "a b"
-
-
 def test_half_a_character_is_shown_as_incomplete(model_file: Path) -> None:
     tokenizer = load(model_file)
     ids = tokenizer.encode("🎉")
     assert len(ids) == 4
     assert tokenizer.decode(ids[:2]).endswith("\ufffd")
-
-
-def test_folder_with_a_tokenizer(model_file: Path, json_file: Path) -> None:
-    assert load(model_file.parent).fingerprint == load(model_file).fingerprint
-    assert load(json_file.parent).fingerprint == load(json_file).fingerprint
-    assert load(json_file).fingerprint != load(model_file).fingerprint
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from tests.records.test_hang_file import values
+from tests.records.test_hang import values
 from tests.until import until
 from titanlab.distributed import await_notes, hangs_of_others, has_hung, hung_attempt, judged, note_silence
 from titanlab.distributed import hang as silence
 from titanlab.records import Outcome, OutcomeKind, config_text, first_cause, from_exception, is_silent, write_hang
-from titanlab.records.hang_file import hang_folder, parse_hang
+from titanlab.records.hang import hang_folder, parse_hang
 from titanlab.system import process_state
 
 ADVICE = "steps before it took 0.1 s (median of 9); training.step_timeout_seconds=6"

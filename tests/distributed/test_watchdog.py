@@ -226,7 +226,7 @@ def test_what_counts_as_file_access_exists():
         ("/venv/torch/autograd/graph.py", True),
         (PACKAGE / "train" / "totals.py", True),
         (PACKAGE / "data" / "stream.py", False),
-        (PACKAGE / "train" / "weights_folder.py", False),
+        (PACKAGE / "train" / "weights.py", False),
         (PACKAGE / "system" / "files.py", False),
         ("/venv/torch/distributed/checkpoint/filesystem.py", False),
         ("/venv/torch/serialization.py", False),

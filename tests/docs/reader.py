@@ -24,7 +24,7 @@ from titanlab.prove.forked import Ended
 from titanlab.recipe import Recipe, to_mapping
 from titanlab.records import Outcome, OutcomeKind, RunFolder, create_run, find_run
 from titanlab.sweep import check_study, plan
-from titanlab.sweep.request import Request
+from titanlab.sweep.plan import Request
 
 LAPTOP = Host(accelerator="cpu", device="cpu", count=2)
 GPUS = Host(accelerator="cuda", device="NVIDIA H100 80GB HBM3", count=8)
@@ -125,13 +125,12 @@ class Reader:
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))
         # The first point of many may be one that does not fit: tests/sweep/study leaves such points out.
         patch("titanlab.cli.sweep.fitting", lambda study, *, strictly: study)
-        patch("titanlab.cli.sweep._report", lambda *given: None)
+        patch("titanlab.cli.sweep._report", lambda *given, **named: None)
         patch("titanlab.cli.sweep.follow", lambda folder: [])
         # tests/cli/proofs trains.
-        for verb in ("parity", "rehearse"):
-            patch(f"titanlab.cli.{verb}.prepare", lambda: None)
-        patch("titanlab.cli.parity.Prover", lambda trainer: SimpleNamespace(rows=self._proved))
-        patch("titanlab.cli.rehearse.train_in_ranks", self._rehearsed)
+        patch("titanlab.cli.proofs.prepare", lambda: None)
+        patch("titanlab.cli.proofs.Prover", lambda trainer: SimpleNamespace(rows=self._proved))
+        patch("titanlab.cli.proofs.train_in_ranks", self._rehearsed)
         read_request = plan.read_request
         patch(plan, "read_request", lambda *given: shortened(read_request(*given)))
         patch(source, "prepare", prepared)

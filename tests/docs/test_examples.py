@@ -12,7 +12,6 @@ from tests.docs.pages import blocks
 from tests.report.wandb_api import Api
 from titanlab.costs import Share, meter
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
-from titanlab.techniques.model.llama_account import block_operations
 from titanlab.techniques.model.llama_schema import Llama
 
 
@@ -98,7 +97,6 @@ def test_bytes_are_summed_as_shown():
     (example,) = code("docs/activation-checkpointing.md")
     model = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=2048)
     names = {"policy": FullCheckpointing(), "model": model, "Share": Share}
-    names["block_operations"] = block_operations
     # Its input: batch × tokens × dim in 2 bytes, half of the tokens on each of two ranks.
     assert eval(example, names) == 2 * 1024 * 64 * 2 / 2
 

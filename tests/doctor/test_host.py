@@ -14,6 +14,11 @@ from titanlab.doctor import host
 from titanlab.system import FAIL
 
 
+@pytest.fixture(autouse=True)
+def _little_is_written(monkeypatch):
+    monkeypatch.setattr(host, "_WRITTEN_BYTES", 4 << 20)
+
+
 def findings(check):
     return {each.name: each for each in check}
 
@@ -176,13 +181,6 @@ def test_ports_of_infiniband_are_read_from_their_files(tmp_path, monkeypatch):
     assert found.hint.endswith("NCCL_IB_HCA=^mlx5_0:2")
 
 
-def test_the_folder_of_runs_is_written_to_and_left_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "_WRITTEN_BYTES", 4 << 20)
-    found = states(host.check_runs(tmp_path / "not" / "made", needs_shared=False))
-    assert {"folder of runs", "file system", "writing", "locks"} <= set(found)
-    assert os.listdir(tmp_path) == []
-
-
 def test_folders_that_are_bad(tmp_path, monkeypatch):
     monkeypatch.setattr(host.os, "access", lambda path, mode: False)
     assert states(host.check_runs(tmp_path, needs_shared=False)) == {"folder of runs": "fail"}
@@ -191,6 +189,9 @@ def test_folders_that_are_bad(tmp_path, monkeypatch):
     for free, state in ((GIB // 2, "fail"), (5 * GIB, "warn"), (50 * GIB, "ok")):
         monkeypatch.setattr(host.os, "statvfs", lambda path, free=free: volume(free=free))
         assert states(host.check_cache("data cache", tmp_path)) == {"data cache": state}
+    # The folder that was given is shown, also where it does not exist.
+    (found,) = host.check_cache("data cache", tmp_path / "new")
+    assert found.text == f"{tmp_path / 'new'}: 50.0 of 100.0 GiB free"
     # Some file systems have no fixed number of files.
     monkeypatch.setattr(host.os, "statvfs", lambda path: volume(free=50 * GIB, files=0, free_files=0))
     assert states(host.check_cache("data cache", tmp_path)) == {"data cache": "ok"}
@@ -205,7 +206,6 @@ def test_a_full_disk_is_a_line(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(host.os, "fsync", full)
-    monkeypatch.setattr(host, "_WRITTEN_BYTES", 4 << 20)
     found = list(host.check_runs(tmp_path, needs_shared=False))
     assert (found[-1].name, found[-1].state) == ("writing", FAIL)
     assert os.listdir(tmp_path) == []
@@ -227,7 +227,6 @@ Mount = namedtuple("Mount", "fstype mountpoint")
 def test_the_file_system(tmp_path, monkeypatch, kinds, shared, state):
     mounts = [Mount(kind, place) for kind, place in zip(kinds, ("/", str(tmp_path)), strict=False)]
     monkeypatch.setattr(host.psutil, "disk_partitions", lambda **given: mounts)
-    monkeypatch.setattr(host, "_WRITTEN_BYTES", 4 << 20)
     assert states(host.check_runs(tmp_path, needs_shared=shared))["file system"] == state
 
 
@@ -281,16 +280,10 @@ def test_a_slow_folder_one_without_locks_and_one_with_another_clock_are_told(
             raise OSError(errno.ENOLCK, "No locks available")
 
     now = host.time.time
-    monkeypatch.setattr(host, "_WRITTEN_BYTES", 4 << 20)
     monkeypatch.setattr(host, "_SLOW", 1e12 if speed == 0.0 else 0.0)
     monkeypatch.setattr(host.fcntl, "flock", lock)
     monkeypatch.setattr(host.time, "time", lambda: now() + apart)
-    found = states(host.check_runs(tmp_path, needs_shared=False))
+    found = states(host.check_runs(tmp_path / "not" / "made", needs_shared=False))
     assert {name: state for name, state in found.items() if name in ("writing", "locks", "clock")} == expected
+    assert {"folder of runs", "file system"} <= set(found)
     assert os.listdir(tmp_path) == []
-
-
-def test_the_folder_that_was_given_is_shown_also_where_it_does_not_exist(tmp_path, monkeypatch):
-    monkeypatch.setattr(host.os, "statvfs", lambda path: volume(free=50 * GIB))
-    (found,) = host.check_cache("data cache", tmp_path / "new")
-    assert found.text == f"{tmp_path / 'new'}: 50.0 of 100.0 GiB free"

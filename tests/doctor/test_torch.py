@@ -2,7 +2,6 @@
 
 import ast
 import json
-import signal
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from tests.doctor.programs import program, states
 from titanlab.doctor import torch_script
-from titanlab.doctor.software import check_all_reduce, check_torch, torch_facts
+from titanlab.doctor.software import FACTS_SECONDS, check_all_reduce, check_torch, run_script
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "hip": None, "cuda_available": False, "distributed": True, "gloo": True}
 CPU |= {"nccl": False, "threads": 2, "devices": [], "architectures": []}
@@ -57,7 +56,7 @@ def test_the_lines_about_torch(changes, expected):
 )
 def test_a_torch_that_cannot_be_used_is_named(tmp_path, script, problem):
     python = program(tmp_path, "python", script)
-    found, said = torch_facts(python=str(python), seconds=0.3 if "sleep" in script else 20)
+    found, said = run_script("facts", python=str(python), seconds=0.3 if "sleep" in script else 20)
     assert (found, said) == ({}, problem)
     (finding,) = check_torch(found, said)
     assert (finding.state, finding.text) == ("fail", f"cannot be used: {problem}")
@@ -83,7 +82,7 @@ def test_processes_that_do_not_meet_are_named(tmp_path, script, state, text):
 
 @pytest.mark.full
 def test_real_processes_meet_and_torch_says_what_it_is():
-    found, problem = torch_facts()
+    found, problem = run_script("facts", seconds=FACTS_SECONDS)
     assert (found["gloo"], problem) == (True, "")
     finding = check_all_reduce("gloo", 2)
     assert finding.state == "ok", finding
@@ -132,13 +131,3 @@ def test_devices_are_described(monkeypatch):
     assert facts["devices"][0] == {"name": "H", "memory_gib": 80.0, "capability": [9, 0], "peers": [2]}
     assert [device["peers"] for device in facts["devices"]] == [[2], [], [0]]
     assert (facts["nccl_version"], facts["product"]) == ("2.30.1", 64.0**3)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_one_rank_adds_up_its_own_tensor(tmp_path):
-    totals = [0.0]
-    handler = signal.getsignal(signal.SIGINT)
-    torch_script.add_up(0, "gloo", 1, str(tmp_path / "store"), totals)
-    signal.signal(signal.SIGINT, handler)
-    assert totals == [1.0]
-    assert not dist.is_initialized()

@@ -32,7 +32,7 @@ def install(point: str) -> None:
 
         _around(RunFolder, "write_result")
     elif point == "between restarts":
-        from titanlab.launch.restarts import Restarts
+        from titanlab.launch.attempt import Restarts
 
         _around(Restarts, "after")
 

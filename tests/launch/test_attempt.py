@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -23,9 +24,12 @@ from titanlab.errors import ConfigError
 from titanlab.launch import close_dead, conclude, go_back, with_progress
 from titanlab.launch.attempt import begin, check_own_checkpoint, close_earlier, keep_tokenizer
 from titanlab.recipe import to_mapping
-from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, StopReason, create_run, identify
+from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, StopReason
 
-HOST = Host(accelerator="cpu", device="cpu", count=2)
+
+def group(**given):
+    """The ranks of an attempt that begins with the newest checkpoint."""
+    return SimpleNamespace(**{"started_by": "local", "processes": None, "checkpoint": None, "report": print, **given})
 
 
 def stopped(recipe, *steps, noted=True):
@@ -50,12 +54,15 @@ def copy_of(run):
     return {path.relative_to(run.path): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-def test_an_attempt_begins_with_its_recipe_and_its_machine(tmp_path):
+def test_an_attempt_begins_with_its_recipe_and_its_machine(tmp_path, monkeypatch):
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe, 2, 4)
     changed = tiny.changed(recipe, microbatch=6)
-    environ = {"OMP_NUM_THREADS": "9", "TITANLAB_CORES": "3"}
-    assert begin(run, changed, HOST, started_by="torchrun", report=print, processes=2, environ=environ) == 2
+    monkeypatch.setattr("titanlab.launch.attempt.this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    monkeypatch.delenv("MKL_NUM_THREADS")
+    monkeypatch.setenv("TITANLAB_CORES", "3")
+    assert begin(run, changed, group(started_by="torchrun", processes=2)) == 2
     assert run.config(2) == to_mapping(changed)
     env = run.env(2)
     assert (env["launcher"], env["devices"]) == ("torchrun", {"accelerator": "cpu", "name": "cpu", "count": 2})
@@ -67,7 +74,7 @@ def test_a_run_that_has_saved_nothing_begins_with_its_first_step(tmp_path):
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe)
     check_own_checkpoint(run, recipe, None)
-    assert begin(run, recipe, HOST, started_by="local", report=print) == 2
+    assert begin(run, recipe, group()) == 2
 
 
 @pytest.mark.parametrize("noted", [True, False])
@@ -81,7 +88,7 @@ def test_an_attempt_does_not_begin_without_the_checkpoints_that_were_saved(tmp_p
     before = copy_of(run)
     rule = "had saved step 3, and checkpoints/ has no checkpoint any more; bring that folder back; or remove"
     with pytest.raises(ConfigError, match=f"^run=.*: {rule}"):
-        begin(run, recipe, HOST, started_by="local", report=print)
+        begin(run, recipe, group())
     assert copy_of(run) == before
 
 
@@ -89,7 +96,7 @@ def test_the_step_of_another_run_s_checkpoint_is_no_step_that_was_saved(tmp_path
     recipe = tiny.recipe(tmp_path, load_from=str(tmp_path / "elsewhere"))
     run = stopped(recipe)
     run.open_metrics(1, resumed_step=3).close()
-    assert begin(run, recipe, HOST, started_by="local", report=print) == 2
+    assert begin(run, recipe, group()) == 2
 
 
 def test_an_attempt_does_not_begin_with_a_checkpoint_of_another_model(tmp_path):
@@ -99,7 +106,7 @@ def test_an_attempt_does_not_begin_with_a_checkpoint_of_another_model(tmp_path):
     folder = step_folder(run.checkpoints, 4)
     write_position(folder, 4, parameters={**shapes, "output.weight": [3, 64]}, samples=48)
     with pytest.raises(ConfigError, match="is of another model: output.weight is 3×64 there and 256×64 here"):
-        begin(run, recipe, HOST, started_by="local", report=print)
+        begin(run, recipe, group())
     assert run.attempts() == [1]
 
 
@@ -138,7 +145,7 @@ def test_an_attempt_begins_where_the_logs_of_earlier_ones_were_removed(tmp_path)
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe)
     shutil.rmtree(run.logs)
-    assert begin(run, recipe, HOST, started_by="local", report=print) == 2
+    assert begin(run, recipe, group()) == 2
     assert run.logs.is_dir()
 
 
@@ -153,7 +160,7 @@ def test_what_stands_where_a_folder_of_the_run_was_is_one_line(tmp_path, name, t
     else:
         (run.path / name).symlink_to(tmp_path / target)
     with pytest.raises(ConfigError, match=f"^run=.*{name}: is no folder; remove it$"):
-        begin(run, recipe, HOST, started_by="local", report=print)
+        begin(run, recipe, group())
     assert run.attempts() == ([1] if name == "logs" else [])
 
 
@@ -166,15 +173,8 @@ def test_an_attempt_does_not_begin_where_it_would_append_to_the_file_behind_a_li
     (run.path / name).unlink(missing_ok=True)
     (run.path / name).symlink_to(tmp_path / "precious")
     with pytest.raises(ConfigError, match=f"^run=.*{name}: is a symbolic link, and this attempt would .*; remove it$"):
-        begin(run, recipe, HOST, started_by="local", report=print)
+        begin(run, recipe, group())
     assert ((tmp_path / "precious").read_text(), run.attempts()) == ("precious", [1])
-
-
-def test_data_without_a_tokenizer_leaves_no_folder(tmp_path):
-    recipe = tiny.recipe(tmp_path)
-    run = tiny.begin(recipe)
-    keep_tokenizer(run, recipe)
-    assert not run.tokenizer.exists()
 
 
 def test_a_rank_s_own_record_has_priority_over_its_exit_code(tmp_path):
@@ -248,14 +248,6 @@ def test_the_step_of_an_end_is_the_last_that_anybody_knows_of(tmp_path):
         writer.write("train", 1, {"loss": 1.0})
     run.write_failure(Outcome(kind=OutcomeKind.HANG, step=12, rank=1, attempt=1, cause="step 13 did not end"))
     assert conclude(run, 1, {1: 71}).step == 12
-
-
-def test_what_is_saved_is_noted_where_no_attempt_was_begun(tmp_path):
-    recipe = tiny.recipe(tmp_path)
-    identity = identify(recipe, data="tiny", hardware="cpu")
-    run = create_run(recipe.runs, name="mine", identity=identity, config=to_mapping(recipe))
-    run.note_saved(1, 3)
-    assert run.saved_step() == 3
 
 
 def test_what_gloo_said_as_it_aborted_a_rank_is_its_cause(tmp_path):

@@ -1,12 +1,10 @@
 """Why a job ended: kills by the kernel, printed lines, and hosts that are remembered."""
 
-import os
 from dataclasses import replace
 
 import pytest
 
 from tests import tiny
-from titanlab.cli import main
 from titanlab.launch import bad_hosts, clear_bad_hosts, host_names, memory_kills
 from titanlab.launch.evidence import MemoryKills, early_end, note_bad_host, printed_lines, suspect
 from titanlab.launch.launchers_schema import Slurm
@@ -66,11 +64,6 @@ def test_lines_before_a_byte_are_left_out_and_long_lines_are_cut(tmp_path):
     assert [line[:5] for line in printed_lines(path, begin=4)] == ["new", "xxxxx"]
     assert len(printed_lines(path)[-1]) == 400
     assert printed_lines(tmp_path / "none") == []
-
-
-def test_a_pipe_in_the_place_of_a_log_says_nothing_and_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "7_0_log.err")
-    assert early_end(tmp_path.glob("*_log.*")) is None
 
 
 NODES = ("n1", "n2", "n3")
@@ -133,21 +126,6 @@ def test_names_that_are_flags_and_damaged_lines_are_skipped(run):
         file.write(b'{"host": "n9,--x", "run": "r", "attempt": 1, "kind": "hang", "cause": "c", "time": 1}\n')
         file.write(b"[]\n\xc3\xa4\n" + b"[" * 200_000 + b'\n{"host": "n9"}\n')
     assert host_names(bad_hosts(runs)) == ["n3", "n1"]
-
-
-def test_the_verb_lists_and_clears(run, capsys):
-    where = ["--runs", str(run.path.parent.parent)]
-    assert main(["hosts", *where]) == 0
-    out = capsys.readouterr().out
-    assert "segmentation fault" in out
-    assert out.count("n3") == 2
-    assert main(["hosts", "--clear", "n7", *where]) == 2
-    assert capsys.readouterr().err == "error: --clear=n7: is not on the list; it has: n3, n1; see `titanlab hosts`\n"
-    assert main(["hosts", "--clear", "n3", *where]) == 0
-    assert main(["hosts", "--all", *where]) == 0
-    assert capsys.readouterr().out.splitlines() == ["cleared: n3", "cleared: n1"]
-    assert main(["hosts", *where]) == 0
-    assert "no run under" in capsys.readouterr().out
 
 
 def test_a_cause_with_a_separator_of_unicode_is_one_line(run):

@@ -22,7 +22,6 @@ from titanlab.launch.contract import Failure
 from titanlab.launch.execute import execute
 from titanlab.records import Outcome, OutcomeKind, Status, from_exception, list_runs, open_run
 from titanlab.system import Console
-from titanlab.techniques.model import llama_account
 from titanlab.techniques.model.llama_schema import Llama
 
 HOST = Host(accelerator="cpu", device="cpu", count=2)
@@ -313,7 +312,7 @@ def stopped_at(recipe, starts, console, steps, *, noted):
     starts.then(ends(OutcomeKind.CANCELLED, step=max(steps, default=0)))
     execute(ready(recipe), console)
     (run,) = list_runs(recipe.runs)
-    shapes = {name: list(shape) for name, shape in llama_account.account(recipe.model).parameters.items()}
+    shapes = {name: list(shape) for name, shape in recipe.model.account().parameters.items()}
     for step in steps:
         position = {"step": step, "tokens": step, "data": {"samples": step * recipe.training.global_batch}}
         tiny.write_checkpoint(step_folder(run.checkpoints, step), {**position, "parameters": shapes})

@@ -12,24 +12,12 @@ from tests import tiny
 from tests.sweep.jobs import Jobs, ended
 from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError
-from titanlab.launch import group as module
-from titanlab.launch import group as rendezvous
-from titanlab.launch import group as roll_call
-from titanlab.launch import write_submission
+from titanlab.launch import job as module
+from titanlab.launch import task, write_submission
 from titanlab.launch.contract import ProcessPlace
-from titanlab.launch.group import (
-    Loss,
-    RankGroup,
-    Rendezvous,
-    answer_call,
-    fewest_nodes,
-    lost_ranks,
-    node_of,
-    ranks_in,
-    requeue_after,
-    requeue_without_rank_0,
-)
+from titanlab.launch.job import Loss, RankGroup, Rendezvous, answer_call, find_meeting, lost_ranks, ranks_in
 from titanlab.launch.launchers_schema import Local
+from titanlab.launch.task import fewest_nodes, requeue_after, requeue_without_rank_0
 from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind
 
@@ -80,7 +68,7 @@ def test_rank_0_decides_and_tells_the_others(tmp_path):
 
     def dies(rank):
         outcome = Outcome(kind=OutcomeKind.CRASH, attempt=1, step=3, rank=rank)
-        return group.goes_on_after(outcome, recipe if group.round < 2 else group._restart.recipe)
+        return group.goes_on_after(outcome, recipe if group.round < 2 else group.restart.recipe)
 
     assert dies(2)
     assert (group.round, group.members) == (1, ())
@@ -88,10 +76,10 @@ def test_rank_0_decides_and_tells_the_others(tmp_path):
     # Numbers of the job's ranks; three processes are left, and three divide the 12 sequences of a step.
     assert (group.round, group.members, group.config()["world"]) == (2, (0, 1, 3), 3)
     assert "rank 2 has failed twice and is left out: dp_s4 becomes dp_s3" in said[-1]
-    assert rendezvous.find_meeting(run, "job #3") is None
+    assert find_meeting(run, "job #3") is None
     job.signals.append((15, 0.0))
     assert not dies(1)
-    assert rendezvous.find_meeting(run, "job #3").reason == "has ended"
+    assert find_meeting(run, "job #3").reason == "has ended"
 
 
 def test_a_job_does_not_train_another_recipe_under_the_name_of_its_run(tmp_path):
@@ -160,14 +148,10 @@ def all_but(run, *absent):
         answer_call(run, 1, rank)
 
 
-def test_ranks_fill_the_nodes_in_order():
-    assert [node_of(place(), rank) for rank in range(6)] == ["n1", "n1", "n2", "n2", "n3", "n3"]
-
-
 def test_nobody_waits_when_all_answer_or_the_scheduler_knows(run):
     all_but(run)
     assert lost_ranks(Job(run), 1, seconds=600) == Loss()
-    (run.attempt_folder(1) / roll_call.ANSWERS / "4").unlink()
+    (run.attempt_folder(1) / module.ANSWERS / "4").unlink()
     # The other rank of a node that was taken away is about to be ended.
     found = lost_ranks(Job(run, taken=["n3"]), 1, seconds=600)
     words = "ranks 4, 5 on n3 are lost: slurm has taken node n3 from the job"
@@ -212,7 +196,7 @@ def test_the_group_goes_on_without_a_lost_node(run, recipe):
     # In the next attempt n3 is lost too: its ranks are 2 and 3 there, and the ranks of n2 are expected no more.
     run.attempt_folder(2).mkdir()
     answer_call(run, 2, 1)
-    group._job.launcher.lost_nodes = lambda place: frozenset(["n2", "n3"])
+    group.job.launcher.lost_nodes = lambda place: frozenset(["n2", "n3"])
     outcome = group.called(replace(outcome, kind=OutcomeKind.HANG, attempt=2, step=6), group.recipe())
     assert (outcome.kind, outcome.rank) == (OutcomeKind.NODE_FAIL, 2)
     assert group.goes_on_after(outcome, group.recipe())
@@ -299,9 +283,9 @@ def job_of(eight, *, rank=0, taken=(), **launch):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(module, "_ASK_SECONDS", 0.01)
-    monkeypatch.setattr(module, "_NEXT_SECONDS", 0.0)
-    monkeypatch.setattr(module, "LOST_SECONDS", 0.1)
+    monkeypatch.setattr(task, "_ASK_SECONDS", 0.01)
+    monkeypatch.setattr(task, "_NEXT_SECONDS", 0.0)
+    monkeypatch.setattr(task, "LOST_SECONDS", 0.1)
 
 
 @pytest.fixture

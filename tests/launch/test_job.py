@@ -2,30 +2,36 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
-import threading
-import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import titanlab
 from tests import tiny
 from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import JobShape, Submission, launcher_named, write_submission
-from titanlab.launch import group as rendezvous
+from titanlab.launch import job as rendezvous
 from titanlab.launch.contract import ProcessPlace
-from titanlab.launch.group import MEETING_FILE, Rendezvous, await_meeting, find_meeting, publish_meeting
-from titanlab.launch.job import Job, address_of, claim_run, port_of, say, submitted
+from titanlab.launch.job import (
+    MEETING_FILE,
+    Job,
+    Rendezvous,
+    address_of,
+    await_meeting,
+    find_meeting,
+    port_of,
+    publish_meeting,
+    submitted,
+)
 from titanlab.launch.slurm import launcher as slurm_launcher
+from titanlab.launch.task import claim_run
+from titanlab.launch.watch import say
 from titanlab.recipe import to_mapping
-from titanlab.records import Outcome, OutcomeKind, RunFolder
+from titanlab.records import RunFolder
 
 
 def job_of(run, *, launcher="slurm", restart=0, rank=0, **given):
@@ -34,14 +40,6 @@ def job_of(run, *, launcher="slurm", restart=0, rank=0, **given):
         launcher=launcher, job_id="12_1", raw_job_id="14", restart=restart, ranks=ranks, nodes=("n1", "n2")
     )
     return Job(**{"run": run, "place": place, "token": "aa", "index": 1, **given})
-
-
-def test_a_start_has_one_name_in_all_its_processes(run):
-    assert job_of(run).start == job_of(run, rank=3).start == "aa/1 slurm:14.0"
-    assert job_of(run, restart=2).start == "aa/1 slurm:14.2"
-    assert [job_of(run).round(number) for number in (0, 1, 2)] == [
-        *["aa/1 slurm:14.0", "aa/1 slurm:14.0 #1", "aa/1 slurm:14.0 #2"]
-    ]
 
 
 @pytest.mark.parametrize(
@@ -60,32 +58,6 @@ def test_a_start_has_one_name_in_all_its_processes(run):
 def test_who_signals_twice_does_not_want_to_wait(run, launcher, times, hurried):
     signals = [(signal.SIGTERM, when) for when in times]
     assert job_of(run, launcher=launcher, signals=signals).is_hurried is hurried
-
-
-@pytest.mark.parametrize(
-    ("restart", "made_by", "goes_on"),
-    [
-        (1, {"token": "aa", "index": 1}, True),
-        (0, {"token": "aa", "index": 1}, False),
-        (1, {"token": "aa", "index": 0}, False),
-        (1, {"token": "bb", "index": 1}, False),
-        (1, None, False),
-    ],
-)
-def test_a_start_goes_on_with_the_attempt_of_an_earlier_start(run, restart, made_by, goes_on):
-    if made_by is not None:
-        (run.attempt_folder(1) / "job.json").write_text(json.dumps(made_by))
-    assert job_of(run, restart=restart).goes_on is goes_on
-
-
-@pytest.mark.parametrize("kind", [None, OutcomeKind.CRASH, OutcomeKind.DONE])
-def test_a_run_that_is_done_is_told(run, kind, capsys):
-    if kind is not None:
-        run.write_result(Outcome(kind=kind, attempt=1, step=3, steps=3))
-    done = kind is OutcomeKind.DONE
-    assert job_of(run).is_done() is done
-    told = capsys.readouterr().out
-    assert re.fullmatch(rf"\d\d:\d\d:\d\d  {run.path.name} is done: 3 steps\n", told) if done else told == ""
 
 
 def test_the_recipe_is_the_runs_with_the_jobs_changes(run):
@@ -148,22 +120,17 @@ def test_what_rank_0_publishes_is_found(run):
     # A job that was requeued finds the file of its first start.
     assert find_meeting(run, "7/b") is None
     assert json.loads((run.attempt_folder(1) / MEETING_FILE).read_text())["schema"] == 1
+    # Two jobs of one run: the second begins while ranks of the first still poll.
+    run.begin_attempt(run.config(), {})
+    assert find_meeting(run, "7/a") == MEETING
 
 
 def test_without_an_attempt_it_is_in_the_run_s_folder_and_has_a_reason(run):
     publish_meeting(run, Rendezvous(start="7/b", reason="done already"))
     found = find_meeting(run, "7/b")
     assert (found.attempt, found.reason, found.members) == (0, "done already", ())
-    assert (run.path / MEETING_FILE).is_file()
     publish_meeting(run, Rendezvous(start="7/c", reason="next"))
     assert find_meeting(run, "7/b") is None
-
-
-def test_a_later_attempt_does_not_hide_the_one_before_it(run):
-    """Two jobs of one run: the second begins while ranks of the first still poll."""
-    publish_meeting(run, MEETING)
-    run.begin_attempt(run.config(), {})
-    assert find_meeting(run, "7/a") == MEETING
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"start": "7/a", "members": 5}', "\0", '"7/a"'])
@@ -172,29 +139,6 @@ def test_a_damaged_file_is_none(run, content):
     assert find_meeting(run, "7/a") is None
     publish_meeting(run, MEETING)
     assert find_meeting(run, "7/a") == MEETING
-
-
-def test_a_pipe_in_place_of_the_file_is_none(run):
-    os.mkfifo(run.attempt_folder(1) / MEETING_FILE)
-    assert find_meeting(run, "7/a") is None
-
-
-def test_a_rank_waits_until_rank_0_has_published(run, monkeypatch):
-    monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.001)
-    timer = threading.Timer(0.02, publish_meeting, (run, MEETING))
-    timer.start()
-    assert await_meeting(run, "7/a", seconds=30) == MEETING
-    timer.join()
-
-
-def test_a_rank_does_not_wait_for_ever(run, monkeypatch):
-    monkeypatch.setattr(rendezvous, "look_seconds", lambda world, is_first: 0.001)
-    begin = time.monotonic()
-    with pytest.raises(TitanlabError) as caught:
-        await_meeting(run, "7/a", seconds=0.01)
-    assert time.monotonic() - begin < 10
-    where = run.path / "attempts"
-    assert str(caught.value) == f"rank 0 of this job has begun no attempt in {where} within 0.01 s; see its log"
 
 
 @pytest.mark.parametrize(
@@ -243,12 +187,6 @@ def test_a_task_of_an_array():
     assert found.start != SLURM.place_in({**TASK, "SLURM_RESTART_COUNT": "2"}).start
 
 
-def test_alone():
-    # Also inside another job.
-    found = HERE.place_in(TASK)
-    assert (found.launcher, found.index, found.nodes, found.ranks.world) == ("local", None, (socket.gethostname(),), 1)
-
-
 def test_the_address_is_the_given_one_or_a_name_that_resolves_or_slurms_own(monkeypatch):
     job = SLURM.place_in(TASK)
     assert address_of(SLURM, job, {"MASTER_ADDR": "given"}) == "given"
@@ -277,38 +215,9 @@ def test_a_port_is_free_or_given():
         port_of({"MASTER_PORT": "70000"})
 
 
-CODE = Path(titanlab.__file__).parent
-
-
-def check_code(code):
-    Job(run=RunFolder(code), place=None, token="aa", index=0, code=code).check_code()
-
-
-def test_the_code_may_be_reached_by_another_path(tmp_path):
-    check_code(CODE.parent)
-    (tmp_path / "code").symlink_to(CODE.parent)
-    check_code(tmp_path / "code")
-
-
-@pytest.mark.parametrize("name", ["none", "empty", "copy"])
-def test_other_code_is_refused(tmp_path, name):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "copy" / "titanlab").mkdir(parents=True)
-    told = f"titanlab={CODE}: is not the code of this job, {tmp_path / name}: PYTHONPATH was lost or changed"
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        check_code(tmp_path / name)
-
-
-def test_a_run_is_claimed_until_the_stack_closes(run):
-    with contextlib.ExitStack() as stack:
-        assert claim_run(run, stack, seconds=0.0, is_ending=lambda: False) is None
-        assert run.is_claimed()
-    assert not run.is_claimed()
-
-
 @pytest.mark.parametrize(("seconds", "ending"), [(0.0, False), (100.0, True)])
 def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds, ending):
-    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
     with run.claim(), contextlib.ExitStack() as stack:
         told = claim_run(run, stack, seconds=seconds, is_ending=lambda: ending)
         assert re.fullmatch(r"is in the hands of process \d+ on .+", told)
@@ -316,7 +225,7 @@ def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds,
 
 
 def test_a_run_that_becomes_free_is_claimed(run, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.job._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
     with contextlib.ExitStack() as other, contextlib.ExitStack() as stack:
         other.enter_context(run.claim())
         looks = []

@@ -2,6 +2,7 @@
 
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +10,10 @@ from tests.until import until
 from titanlab.launch import RankProcesses
 
 
-def never():
-    return False
+def watch(ranks, look=lambda: None):
+    """Waits for ranks whose launcher nobody signals."""
+    ranks.watch(SimpleNamespace(unsent=[], is_due=lambda pids: False), look, seconds=0.0)
+    return ranks.codes
 
 
 @pytest.fixture
@@ -38,44 +41,30 @@ def start():
 
 def test_a_failure_ends_the_wait_and_ranks_that_ended_well_are_told_apart(start):
     _, ranks = start("exec sleep 60", "exit 0", "exit 3")
-    failed, left = ranks.wait_for_failure(never, never)
-    assert failed == {2}
-    assert left <= {1}
+    assert {2: 3}.items() <= watch(ranks).items() <= {1: 0, 2: 3}.items()
     ranks.end(signal.SIGKILL, seconds=0.0)
     assert ranks.codes == {0: -9, 1: 0, 2: 3}
 
 
 def test_ranks_that_all_end_well_are_waited_for(start):
     started, ranks = start("exit 0", "exit 0")
-    assert ranks.wait_for_failure(never, never) == (set(), {0, 1})
-    assert ranks.codes == {0: 0, 1: 0}
+    assert watch(ranks) == {0: 0, 1: 0}
     # Who has started them finds their codes too.
     assert [each.returncode for each in started.values()] == [0, 0]
 
 
-def test_a_hang_ends_the_wait(start, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.processes._HANG_LOOK_SECONDS", 0.0)
+def test_a_look_that_gives_no_more_time_ends_the_wait(start):
     _, ranks = start("exec sleep 60")
-    looks = iter([False, True])
-    assert ranks.wait_for_failure(lambda: next(looks), never) == (set(), set())
-    assert ranks.codes == {}
+    looks = iter([None, 0.1, 600.0])
+    assert watch(ranks, lambda: next(looks, None)) == {}
 
 
 def test_without_ranks_there_is_nothing_to_wait_for():
     ranks = RankProcesses({})
-    assert ranks.wait_for_failure(lambda: True, never) == (set(), set())
+    assert watch(ranks, lambda: 0.0) == {}
     ranks.ask_to_stop(signal.SIGTERM)
     ranks.end(signal.SIGTERM, seconds=60.0)
     assert ranks.codes == {}
-
-
-def test_a_signal_reaches_ranks_that_run(start):
-    started, ranks = start("trap 'exit 7' USR1; echo ready; while :; do sleep 0.01; done", "exit 0")
-    assert started[0].stdout.readline() == b"ready\n"
-    until(lambda: 1 in ranks.codes, pause_seconds=0.01)
-    ranks.show_stacks()
-    until(lambda: 0 in ranks.codes, pause_seconds=0.01)
-    assert ranks.codes == {0: 7, 1: 0}
 
 
 def test_who_ignores_the_signal_is_killed_with_what_it_has_started(start):

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,11 +15,10 @@ import pytest
 
 from tests.launch.command import alive, children, finished
 from tests.until import until
-from titanlab.distributed import free_port
+from titanlab.distributed import free_port, handled_signals
 from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
-from titanlab.launch.processes import Escalation
-from titanlab.records import OutcomeKind, RunFolder
+from titanlab.records import OutcomeKind
 
 TWO = ["parallelism=fsdp", "world=2"]
 # Which takes a second less to import.
@@ -71,18 +69,6 @@ def test_a_second_ctrl_c_loses_what_the_answer_to_the_first_has_said(command):
     assert result.cause == "interrupted again, so it has not saved"
 
 
-@pytest.mark.full
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells the state of a process")
-def test_a_rank_that_is_stopped_in_a_step_saves_after_a_stop_signal(command):
-    """It is woken; before, the run was alive after two minutes."""
-    process = command.start(*COPIES, "training.steps=2000", "data.seconds=0.05")
-    run = command.reached(3)
-    os.kill(workers(process.pid)[1], signal.SIGSTOP)
-    process.send_signal(signal.SIGTERM)
-    code, _, _ = finished(process)
-    assert (code, run.result().kind, run.saved_step()) == (75, OutcomeKind.PREEMPTED, run.result().step)
-
-
 def test_a_rank_that_raises_is_told_with_its_traceback(command):
     code, out, err = command.run(*COPIES, "training.steps=60", "data.fault=raise", "data.step=3", "data.rank=1")
     run = command.only_run
@@ -109,21 +95,6 @@ def torchrun():
 
 
 @pytest.mark.full
-def test_ranks_that_torchrun_starts_share_one_run_and_one_attempt(command):
-    """Also where rank 1 is ready long before rank 0 has begun the attempt."""
-    code, out, err = command.run("parallelism=fsdp", "training.steps=4", "data.late=2.5", launcher=torchrun())
-    assert code == 0, err
-    run = command.only_run
-    assert run.attempts() == [1]
-    assert (run.result().kind, run.result().step) == (OutcomeKind.DONE, 4)
-    assert steps(run) == [1, 2, 3, 4]
-    assert run.env()["launcher"] == "torchrun"
-    assert run.config(1)["parallelism"]["shard"] == 2
-    assert run.failures(1) == []
-    assert out.count("titanlab · run") == 1
-
-
-@pytest.mark.full
 def test_torchrun_tells_of_a_rank_that_raises_and_goes_on(command):
     def launch(*overrides):
         how = ["parallelism=fsdp", "training.steps=6", "checkpoint.every=2"]
@@ -134,9 +105,11 @@ def test_torchrun_tells_of_a_rank_that_raises_and_goes_on(command):
     run = command.only_run
     assert (run.result().kind, run.result().rank, run.attempts()) == (OutcomeKind.CRASH, 1, [1])
     assert (out + err).count("LookupError: a planted fault") >= 1
+    assert (run.env()["launcher"], run.config(1)["parallelism"]["shard"]) == ("torchrun", 2)
     # Rank 1 finds the first attempt before rank 0 has begun the second.
     code, out, err = launch("data.late=2.5")
     assert code == 0, err
+    assert out.count("titanlab · run") == 1
     assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1, 2])
     assert run.metrics("attempt")[1]["step"] == 2
 
@@ -179,7 +152,6 @@ def test_ranks_that_end_well(ranks_run, tmp_path, world):
     assert ranks_run(world, f'echo "{values}" > {tmp_path}/rank-$RANK; test $MASTER_PORT -gt 1023') == []
     for rank in range(world):
         assert (tmp_path / f"rank-{rank}").read_text() == f"{rank} {world} {rank} {world} 127.0.0.1\n"
-    # torch's agent sets handlers of its own.
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
@@ -212,26 +184,21 @@ def test_signals_are_handed_on(ranks_run, tmp_path, world, number):
     sender.join()
 
 
-@pytest.fixture
-def _interruptible():
-    """Ctrl-C is an exception, also where a shell that runs this in the background has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+def test_a_signal_that_comes_before_the_ranks_are_there_waits(ranks_run, monkeypatch, tmp_path):
+    """Afterwards Ctrl-C is an exception again, also where a shell that runs this in the background has it ignored."""
+    usual = local.start_worker
 
+    def late(*given, **named):
+        os.kill(os.getpid(), signal.SIGINT)
+        started = usual(*given, **named)
+        until(lambda: list(tmp_path.glob("ready-*")))
+        return started
 
-@pytest.mark.usefixtures("_interruptible")
-def test_a_signal_that_comes_before_the_ranks_are_there_waits(tmp_path):
-    got = []
-    with local._forwarded_signals(Escalation(RunFolder(tmp_path), attempt=1, world=1, say=print)) as signals:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert got == []
-        signals.forward_to(got.append)
-        assert got == [signal.SIGINT]
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert got == [signal.SIGINT, signal.SIGTERM]
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr(local, "start_worker", late)
+    with handled_signals((signal.SIGINT,), signal.default_int_handler):
+        assert ranks_run(1, f"trap 'exit 0' INT; touch {tmp_path}/ready-$RANK; {WAIT}") == []
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):

@@ -12,11 +12,10 @@ from tests.planted_package import install_planted
 from tests.planted_schema import Planted
 from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
-from titanlab.launch import continue_run
-from titanlab.launch import restarts as module
+from titanlab.launch import continue_run, processes
+from titanlab.launch.attempt import Restarts, reduced
 from titanlab.launch.launchers_schema import Local, Slurm
-from titanlab.launch.restarts import Restarts, hide_device, reduced
-from titanlab.recipe import Cluster
+from titanlab.launch.processes import hide_device
 from titanlab.records import RESTART, Outcome, OutcomeKind
 from titanlab.system import Console
 
@@ -111,20 +110,13 @@ def test_the_largest_data_parallel_degree_that_keeps_the_global_batch(tmp_path, 
     assert smaller.microbatch == microbatch <= recipe.microbatch
 
 
-def test_the_device_of_a_rank_that_is_left_out_is_hidden(tmp_path, monkeypatch):
-    recipe = tiny.recipe(tmp_path, shard=2)
-    on_gpus = replace(recipe, cluster=Cluster(accelerator="cuda", device="H200"))
-    decides = Restarts(tiny.begin(recipe), Local(restarts=5, min_world=1))
-    decides.after(ended(step=3, rank=1), recipe)
-    restart, _ = decides.after(ended(step=3, rank=1), recipe)
+def test_the_device_of_a_rank_that_is_left_out_is_hidden(monkeypatch):
+    monkeypatch.setattr(processes, "this_host", lambda: replace(this_host(), accelerator="cuda", count=3))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
-    hide_device(restart, recipe)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6,7"
-    hide_device(restart, on_gpus)
+    hide_device(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(module, "this_host", lambda: replace(this_host(), accelerator="cuda", count=3))
-    hide_device(restart, on_gpus)
+    hide_device(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 

@@ -12,7 +12,6 @@ from tests import tiny
 from titanlab.errors import ConfigError
 from titanlab.launch import JobShape, LaunchConfig, default_config, launchers, shape_of
 from titanlab.launch.launchers_schema import Local, Slurm
-from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.recipe import Cluster
 
 GPUS = {"accelerator": "cuda", "device": "NVIDIA H200"}
@@ -126,11 +125,6 @@ def test_the_smallest_values_are_accepted():
 
 def test_the_warning_may_take_all_but_a_second_of_the_time():
     assert Slurm(minutes=2, signal_seconds=119).signal_seconds == 119
-
-
-def test_it_is_called_slurm_and_its_launcher_is_slurms():
-    assert Slurm().title == "Slurm"
-    assert isinstance(Slurm().implementation(), SlurmLauncher)
 
 
 @dataclass(kw_only=True)

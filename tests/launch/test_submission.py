@@ -1,7 +1,6 @@
 """Submissions: their files, the names of their jobs, and what is skipped because titanlab has not written it."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -61,16 +60,6 @@ def test_a_submission_is_replaced_and_removed(sweep):
     drop_submission(sweep, made)
     drop_submission(sweep, made)
     assert submissions(sweep) == []
-
-
-def test_a_sweep_without_the_folder_has_no_submissions(sweep):
-    assert submissions(sweep) == submissions(sweep / "none") == []
-
-
-def test_tokens_differ_and_hold_no_dash():
-    first, second = (Submission(launcher="local", code="", shape=SHAPE, launch={}, runs=()).token for _ in range(2))
-    assert first != second
-    assert "-" not in first + second
 
 
 @pytest.mark.parametrize(
@@ -160,21 +149,3 @@ def test_a_single_run_names_its_job_and_several_do_after_they_start():
     assert submission(runs=("one",)).job_name("layouts") == "layouts/one-aa"
     assert submission().job_name("layouts") == "layouts-aa"
     assert [submission().job_name("layouts", index) for index in (0, 1)] == ["layouts/one-aa", "layouts/two-aa"]
-
-
-def test_a_task_is_told_its_sweep_and_token_and_perhaps_its_index():
-    words = ["-P", "-m", "titanlab.launch.task", "/runs/layouts", "aa"]
-    assert submission().command(Path("/runs/layouts")) == words
-    assert submission().command(Path("/runs/layouts"), 0) == [*words, "0"]
-
-
-def test_python_imports_the_submitted_code_first():
-    assert submission().environment(Path("/runs/layouts")) == {
-        "PYTHONPATH": "/runs/layouts/code/1",
-        "PYTHONSAFEPATH": "1",
-    }
-
-
-@pytest.mark.parametrize("name", ["", "aa", "a-b-aa", "-aa"])
-def test_a_token_is_what_follows_the_last_dash(name):
-    assert token_of(name) == ("aa" if name else "")

@@ -12,7 +12,7 @@ from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
 from titanlab.distributed import ALONE
 from titanlab.launch import LaunchConfig, Launcher, launcher_named, task, write_submission
-from titanlab.launch import group as rendezvous
+from titanlab.launch import job as rendezvous
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.job import Job
 from titanlab.launch.launchers_schema import Local
@@ -185,7 +185,8 @@ def test_edited_code_trains_nothing(jobs, launcher, tasks):
     codes, said = ended(jobs.start(run, tasks))
     result = run.result()
     assert (codes, result.kind, run.attempts()) == ([2] * tasks, OutcomeKind.INFEASIBLE, [1]), said
-    assert "is not the code of this job" in result.cause
+    assert "is not the code of this job, " in result.cause
+    assert "PYTHONPATH was lost or changed on the way to its processes; have launch.container and" in result.cause
     assert run.metrics("train") == []
 
 
@@ -253,5 +254,5 @@ def test_a_host_is_remembered_unless_all_jobs_run_on_it(tmp_path, monkeypatch, c
     monkeypatch.setattr(rendezvous, "note_bad_host", lambda run, outcome, host: remembered.append(host))
     place = ProcessPlace(launcher=config.kind, job_id="1", raw_job_id="1", ranks=ALONE, nodes=("n1",))
     job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, token="t", index=0)
-    rendezvous.RankGroup(job, print)._remember_host(Outcome(kind=OutcomeKind.HANG))
+    rendezvous.RankGroup(job, print).remember_host(Outcome(kind=OutcomeKind.HANG))
     assert remembered == hosts

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.activation_memory import build, inputs
 from titanlab.costs import Share, forward_flops, kept_activations
 from titanlab.parallelism import join_products
-from titanlab.prove.rank_trace import SavedBytes
+from titanlab.prove.rank_trace import watch_saved_bytes
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing, SelectiveOp
 from titanlab.techniques.model.llama_schema import Llama, Qwen3, Qwen3Moe
 from titanlab.techniques.model.mixture_of_experts import Auxiliary
@@ -51,11 +51,11 @@ def measured_and_declared(config, policy, *, batch=BATCH, seq=SEQ, dtype=torch.f
     join_products(stack, config.account().joined, None)
     policy.implementation().apply({0: stack.layers["0"]})
     hidden, rope = inputs(config, batch=batch, seq=seq, dtype=dtype)
-    saved = SavedBytes({0: stack.layers["0"]})
+    saved = watch_saved_bytes({0: stack.layers["0"]})
     stack(hidden * 1, rope).sum().backward()
     share = Share(element_bytes=dtype.itemsize, accelerator="cpu")
     block = config.block_operations(batch=batch, seq_len=seq)
-    return saved.by_block[0], policy.saved_bytes(block, share, number=0)
+    return saved[0], policy.saved_bytes(block, share, number=0)
 
 
 @pytest.mark.parametrize(("batch", "seq"), [(1, 1), (3, 7)])

@@ -9,8 +9,8 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
-from titanlab.techniques.model.attention import InnerAttention
-from titanlab.techniques.model.documents import (
+from titanlab.techniques.model.attention import (
+    InnerAttention,
     Packed,
     Tiling,
     block_mask,

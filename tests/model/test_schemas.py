@@ -1,6 +1,6 @@
 """The rules of models' schemas, and the models in conf/model."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ from titanlab.options import schema_of
 from titanlab.ranges import plain
 from titanlab.recipe import schema_node
 from titanlab.recipe.recipe_rules import setting
-from titanlab.techniques.model.llama_schema import BALANCES, Llama
+from titanlab.techniques.model.llama_schema import BALANCES, Llama, Qwen3, Qwen3Moe
 
 INF, NAN = float("inf"), float("nan")
 # A model and a change of it; how the line begins.
@@ -67,9 +67,9 @@ def test_what_may_be_is_taken():
     assert load("qwen3_debug", heads=6, kv_heads=3, head_dim=10).attention_dim == 60
     for count, active in ((2, 2), (8, 2), (8, 8)):
         assert load("mixtral_debug", experts=count, active_experts=active).routed.active == active
-    fields = {"balance": "auxiliary_batch", "bias_rate": 0.0, "auxiliary_weight": 0.25}
-    model = load("mixtral_debug", experts=6, active_experts=3, **fields)
-    assert model.account().experts == model.routed == RoutedExperts(count=6, active=3, **fields)
+    options = {"balance": "auxiliary_batch", "bias_rate": 0.0, "auxiliary_weight": 0.25}
+    model = load("mixtral_debug", experts=6, active_experts=3, **options)
+    assert model.account().experts == model.routed == RoutedExperts(count=6, active=3, **options)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +128,10 @@ def test_what_the_families_have():
     assert {n for n, c in ours.items() if c.kv_heads == c.heads} == {"llama2_7b", "llama2_13b"}
     assert all(c.rope_theta == 500_000 and c.vocab_size == 128_256 for n, c in ours.items() if n.startswith("llama3"))
     assert all(c.rope_theta == 10_000 and c.vocab_size == 32_000 for n, c in ours.items() if n.startswith("llama2"))
+
+
+def test_experts_leave_the_defaults_of_their_family():
+    """The order of base classes decides which default a field has."""
+    dense, routed = ({each.name: each.default for each in fields(kind)} for kind in (Qwen3, Qwen3Moe))
+    assert dense.pop("kind") != routed["kind"]
+    assert {name: routed[name] for name in dense} == dense

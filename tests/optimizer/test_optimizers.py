@@ -11,7 +11,7 @@ from torch import nn
 from tests import tiny
 from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
 from tests.pool import RankFailure
-from tests.training.test_resume import STEPS, STOP, attempt, same_bits, stopped
+from tests.train.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.checkpoint.folders import step_folder
 from titanlab.system import import_quietly
 from titanlab.techniques.optimizer.contract import Schedule

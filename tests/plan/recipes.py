@@ -81,5 +81,5 @@ def ranking_of(recipe: Recipe, *, limit: float | None = None, **less: Any) -> Re
     """The ranking of a recipe's world; `less`: choices in place of all."""
     machine = dataclasses.replace(machine_of(recipe), allocator_excess=1.0)
     choices: Choices = dataclasses.replace(choices_of(recipe), **less)
-    space = LayoutSpace(recipe=recipe, world=recipe.layout.world, per_node=machine.per_node, choices=choices)
+    space = LayoutSpace(recipe, per_node=machine.per_node, choices=choices)
     return RecipeRanking(space=space, machine=machine, limit=limit or machine.memory_bytes)

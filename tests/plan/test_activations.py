@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from unittest.mock import patch
+
 import pytest
 
 from tests import tiny
@@ -9,8 +12,10 @@ from tests.plan.kept import LOG_PROBABILITY_BYTES, allocated_before_backward, mo
 from titanlab.costs import Share
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.plan.memory import _Ranks, all_peaks, deferred_bytes, memory, peaks, totals
+from titanlab.plan import share_of
+from titanlab.plan.memory import deferred_bytes, edge_bytes, in_flight, memory, saved_bytes
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
+from titanlab.techniques.schedule.action import peak_in_flight
 from titanlab.techniques.schedule.published_schema import (
     ZBV,
     DualPipeV,
@@ -18,7 +23,6 @@ from titanlab.techniques.schedule.published_schema import (
     InterleavedZeroBubble,
     OneFOneB,
 )
-from titanlab.techniques.schedule.timeline import peak_in_flight
 
 BAR = 0.05
 POLICIES = {
@@ -57,7 +61,9 @@ def test_a_step_on_a_cpu_keeps_what_is_planned(pool, tmp_path, policy, microbatc
         tmp_path, **MODEL, seq_len=256, global_batch=2, microbatch=2 // microbatches, ac=POLICIES[policy]
     )
     (held,) = pool.run(1, allocated_before_backward, made)
-    assert held - log_probabilities(made) == pytest.approx(_Ranks(made).saved(0), rel=BAR)
+    shape = (made.model, share_of(made), made.microbatch, made.training.seq_len)
+    planned = saved_bytes(made.ac, *shape) + sum(edge_bytes(*shape).values())
+    assert held - log_probabilities(made) == pytest.approx(planned, rel=BAR)
 
 
 # In `make test`; the others are rows of the same product.
@@ -101,23 +107,25 @@ KINDS = sorted(kind for kind in discover()["schedule"] if kind != "csv")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_moments_are_those_of_all_actions(kind):
+def test_a_rank_keeps_the_most_of_all_actions(kind):
     schedule = discover()["schedule"][kind].schema()
-    for microbatches in (13, 16, 30):
-        of = {"schedule": schedule, "ranks": 3, "microbatches": microbatches}
-        assert [peaks(**of, rank=rank) for rank in range(3)] == [all_peaks(**of, rank=rank) for rank in range(3)]
-    of = {"schedule": schedule, "ranks": 4, "microbatches": 8}
     stages = len(schedule.placement(ranks=4)) // 4
     for rank, order in enumerate(schedule.actions(ranks=4, microbatches=8)):
-        moments = peaks(**of, rank=rank)
-        assert max(sum(moment) for moment in moments) / stages == peak_in_flight(order)
-        # Where stages are alike, sums say as much.
-        for saved, deferred in ((5, 0), (5, 3), (3, 5)):
-            own = [saved] * stages + [deferred] * stages
-            most = max(sum(n * bytes_ for n, bytes_ in zip(moment, own, strict=True)) for moment in moments)
-            assert most == max(passes * saved + halves * deferred for passes, halves in totals(**of, rank=rank))
+        states = in_flight(schedule, 4, 8, rank)
+        assert max(sum(state) for state in states) / stages == peak_in_flight(order)
 
 
-def test_too_few_microbatches_are_the_schedules_error():
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_microbatches_keep_what_all_actions_do(tmp_path, kind):
+    """The actions of a few microbatches are looked at, and those of all count."""
+    schedule = discover()["schedule"][kind].schema()
+    made = tiny.recipe(tmp_path, pipeline=3, layers=12, global_batch=30, microbatch=1)
+    found = memory(tiny.changed(made, schedule=schedule))
+    with patch("titanlab.plan.memory.shorter", lambda ranks, microbatches: microbatches):
+        assert memory(tiny.changed(made, schedule=schedule)) == found
+
+
+def test_too_few_microbatches_are_the_schedules_error(tmp_path):
+    made = tiny.recipe(tmp_path, pipeline=4, layers=8, global_batch=4, microbatch=1)
     with pytest.raises(ConfigError, match="at least 8 microbatches"):
-        peaks(DualPipeV(), ranks=4, microbatches=4, rank=0)
+        memory(dataclasses.replace(made, schedule=DualPipeV()))

@@ -11,6 +11,7 @@ from tests.plan.recipes import SMALL, made, planned
 from titanlab.errors import ConfigError
 from titanlab.parallelism import Parallelism
 from titanlab.plan import (
+    Estimate,
     estimate_of,
     estimate_or_reason,
     explain,
@@ -20,7 +21,6 @@ from titanlab.plan import (
     time_rows,
     traffic_rows,
 )
-from titanlab.plan.explanation import Estimate
 from titanlab.plan.search import MARGIN
 from titanlab.plan.step_time import step_time
 

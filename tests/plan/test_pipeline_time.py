@@ -8,19 +8,18 @@ from tests.plan.recipes import made
 from tests.schedule.conftest import KINDS, Schedule
 from titanlab.plan import machine_of
 from titanlab.plan.pipeline_time import (
+    Stages,
     StageTime,
     durations_of,
     least_idle,
     pipeline_time,
-    shorter,
     simulated_time,
-    timed_stages,
 )
 from titanlab.plan.step_time import step_time
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing
 from titanlab.techniques.model.llama_schema import Llama
+from titanlab.techniques.schedule.action import simulate
 from titanlab.techniques.schedule.published_schema import ZBV, GPipe, Interleaved1F1B, InterleavedZeroBubble, OneFOneB
-from titanlab.techniques.schedule.timeline import simulate
 
 # Fewer blocks than 405B has, because the search for a balanced split takes seconds; not divisible by the stages.
 BLOCKS_OF_405B = Llama(dim=16384, layers=31, heads=128, kv_heads=8, ffn_dim=53248, vocab_size=128256)
@@ -32,7 +31,7 @@ AGREEMENT = 0.01
 @pytest.mark.parametrize("schedule", [OneFOneB(), GPipe()], ids=lambda schedule: schedule.kind)
 def test_one_stage_a_rank_by_hand(schedule, ranks, microbatches):
     """(m + p − 1)·(F + B): arXiv 2104.04473, section 2.2."""
-    stages = timed_stages([StageTime(1.0, 1.0, 2.0)], [0] * ranks, range(ranks), ranks=ranks)
+    stages = Stages([StageTime(1.0, 1.0, 2.0)] * ranks, range(ranks))
     for estimate in (simulated_time, pipeline_time):
         found = estimate(schedule, stages, ranks=ranks, microbatches=microbatches, transfer=0.0)
         assert found.seconds == pytest.approx((microbatches + ranks - 1) * 4.0, rel=1e-9)
@@ -40,7 +39,7 @@ def test_one_stage_a_rank_by_hand(schedule, ranks, microbatches):
 
 
 def test_sending_delays_the_first_and_the_last_microbatch():
-    stages = timed_stages([StageTime(1.0, 1.0, 1.0)], [0] * 4, range(4), ranks=4)
+    stages = Stages([StageTime(1.0, 1.0, 1.0)] * 4, range(4))
     found = simulated_time(GPipe(), stages, ranks=4, microbatches=8, transfer=0.01)
     # Three hops forward and three back.
     assert found.sending == pytest.approx(0.06, rel=1e-9)
@@ -80,14 +79,6 @@ def test_more_microbatches_and_more_stages_mean_a_smaller_bubble():
 
     assert bubble(128, OneFOneB()) < bubble(64, OneFOneB()) < bubble(32, OneFOneB())
     assert bubble(32, Interleaved1F1B(stages_per_rank=4)) < bubble(32, OneFOneB())
-
-
-def test_a_shorter_simulation_has_the_same_rest():
-    for microbatches in range(1, 200):
-        few = shorter(8, microbatches)
-        assert few <= microbatches
-        assert few % 8 == microbatches % 8
-        assert few < (24 if microbatches % 8 == 0 else 32)
 
 
 SECONDS = st.floats(0.1, 3.0)

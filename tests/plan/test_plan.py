@@ -14,9 +14,9 @@ from titanlab.launch.launchers_schema import Slurm
 from titanlab.options import discover
 from titanlab.parallelism import Parallelism
 from titanlab.plan import for_planning, most_memory, no_collection, plan, space
-from titanlab.plan.ranking import RecipeGroup, least_memory
+from titanlab.plan.ranking import least_memory
 from titanlab.plan.search import MARGIN, overrides, summary
-from titanlab.plan.space import all_layouts, choices_of
+from titanlab.plan.space import SpacePoint, all_layouts, choices_of
 from titanlab.recipe import Cluster
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.schedule.published_schema import Interleaved1F1B
@@ -68,7 +68,7 @@ def test_the_best_are_in_order_and_fit():
     assert found.advice == []
     seconds = [each.time.seconds for each in found.best]
     assert seconds == sorted(seconds)
-    assert found.limit == pytest.approx(80e9 * (1 - MARGIN))
+    assert found.ranking.limit == pytest.approx(80e9 * (1 - MARGIN))
     assert {each.recipe.layout.world for each in found.best} == {8}
 
 
@@ -82,7 +82,7 @@ def test_where_nothing_fits_the_next_world_that_does_is_named():
 
 def test_where_no_layout_divides_the_batch_others_are_named():
     found = plan(for_planning(planned(world=7, batch=10, seq_len=2047)), top=1)
-    assert (found.listed, found.best) == (0, [])
+    assert (found.ranking.listed, found.best) == (0, [])
     assert [line.partition(": ")[0] for line in found.advice] == [
         "the nearest smaller world that works", "or another batch",
     ]  # fmt: skip
@@ -93,7 +93,7 @@ def test_the_neighbours_of_a_large_prime_are_not_searched_whole(monkeypatch):
     searched = []
     monkeypatch.setattr(space, "all_layouts", lambda world: (searched.append(world), all_layouts(world))[1])
     found = plan(for_planning(planned(world=100_003)), top=1)
-    assert (found.listed, found.best, len(found.advice)) == (0, [], 1)
+    assert (found.ranking.listed, found.best, len(found.advice)) == (0, [], 1)
     assert found.advice[0].startswith("or another batch: training.global_batch=100003")
     assert set(searched) == {100_003}
 
@@ -150,11 +150,12 @@ def test_a_limit_that_nothing_meets_names_the_smallest():
 
 
 def groups(space):
-    """Each layout of the space with each microbatch and each other choice, and its schedules."""
+    """The recipes of each layout with each microbatch and each other choice, and their schedules."""
     for layout in space.layouts():
         for microbatch, schedules in space.microbatches(layout):
             for ac, precision, compiled in space.others():
-                yield RecipeGroup((layout,), microbatch, ac, precision, compiled), schedules
+                points = [SpacePoint(layout, microbatch, schedule, ac, precision, compiled) for schedule in schedules]
+                yield [space.recipe_of(point) for point in points], schedules
 
 
 @pytest.mark.parametrize(
@@ -169,20 +170,18 @@ def groups(space):
 def test_no_recipe_needs_less(given):
     space = ranking_of(planned(batch=8, **given)).space
     compared = 0
-    for group, schedules in groups(space):
-        everyone = least_memory(space.recipe, group, schedules)
-        for schedule in schedules:
-            least = least_memory(space.recipe, group, [schedule])
-            needed = most_memory(space.recipe_of(group.point(group.layouts[0], schedule))).allocated
-            assert everyone <= least <= needed
+    for recipes, schedules in groups(space):
+        everyone = least_memory(recipes[0], schedules)
+        for recipe, schedule in zip(recipes, schedules, strict=True):
+            assert everyone <= least_memory(recipe, [schedule]) <= most_memory(recipe).allocated
             compared += 1
     assert compared > 500
 
 
 def test_more_microbatches_in_flight_need_more():
     space = ranking_of(planned(batch=32)).space
-    group, schedules = next((group, schedules) for group, schedules in groups(space) if group.layouts[0].pipeline == 4)
-    by_name = {schedule.name: least_memory(space.recipe, group, [schedule]) for schedule in schedules}
+    recipes, schedules = next(each for each in groups(space) if each[0][0].layout.pipeline == 4)
+    by_name = {schedule.name: least_memory(recipes[0], [schedule]) for schedule in schedules}
     assert by_name["1f1b"] < by_name["gpipe"]
 
 

@@ -10,6 +10,7 @@ from titanlab.costs import (
     EXCHANGE,
     Coordinate,
     Repeats,
+    Share,
     TrafficRow,
     add_context,
     add_tensor,
@@ -332,8 +333,9 @@ def plain(times):
 def forward_kernels(*, fused, tensor):
     """Kernels of the products that may be fused."""
     model = Llama(dim=128, layers=1, heads=4, kv_heads=2, ffn_dim=256, vocab_size=64, fused=fused)
-    part = RankWork(tensor=tensor, context=1, sequence_parallel=False, expert=1, dtype="bfloat16", width=2, fused=False,
-                plan=model.account().plan, prefix="layers.0.", products={})  # fmt: skip
+    share = Share(element_bytes=2, tensor=tensor, sequence_parallel=False)
+    plan = model.account().plan
+    part = RankWork(share=share, dtype="bfloat16", fused=False, plan=plan, prefix="layers.0.", products={})
     operations = model.block_operations(batch=2, seq_len=256)
     names = ("wq", "wk", "wv", "wqkv", "w1", "w3", "w13")
     chosen = [each for each in operations if each.name.rpartition(".")[2] in names]

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests import tiny
 from tests.pool import Pool
-from tests.training.test_resume import same_bits
+from tests.train.test_resume import same_bits
 from titanlab.checkpoint import latest
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.distributed import ALONE, build_mesh, joined, open_world
@@ -23,7 +23,6 @@ from titanlab.parallelism import ChunkedLoss
 from titanlab.parallelism.pipeline_weights import linear
 from titanlab.prove import parity
 from titanlab.recipe import Cluster
-from titanlab.techniques.model import llama_account
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.techniques.model.mixture_of_experts import ExpertLinear
 from titanlab.techniques.precision import float8
@@ -47,7 +46,7 @@ def converted(config, **model):
     with torch.device("meta"):
         plain = made.model.implementation().build(seq_len=32)
     config.implementation().convert(plain, CPU)
-    return plain, llama_account.account(made.model)
+    return plain, made.model.account()
 
 
 def changed(model):
@@ -347,11 +346,6 @@ def test_a_torchao_without_the_prototype_is_one_line(monkeypatch, error):
     assert said.startswith("precision=mxfp8: this torchao lacks the prototype (")
     assert "\n" not in said
     assert said.endswith("; pip install torchao>=0.18, or try precision=bf16")
-
-
-def test_a_device_that_can_neither_multiply_nor_emulate_is_one_line():
-    with pytest.raises(ConfigError, match=r"^precision.emulate=false: a CPU has no .* products; try auto$"):
-        Mxfp8(emulate="false").implementation().convert(nn.ModuleDict({"wq": nn.Linear(64, 32)}), CPU)
 
 
 def importing():

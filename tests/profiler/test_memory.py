@@ -8,7 +8,7 @@ from titanlab.costs import meter
 from titanlab.techniques.profiler.contract import Links
 from titanlab.techniques.profiler.memory import RANK, MemoryProfiler, largest, metric
 from titanlab.techniques.profiler.profilers_schema import Memory
-from titanlab.techniques.profiler.step_parts import PHASES
+from titanlab.techniques.profiler.trace import PHASES
 from titanlab.train import Observer
 
 HOG = 256 * 2**20

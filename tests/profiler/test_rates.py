@@ -99,8 +99,8 @@ def test_attention_counts_half_of_the_square(monkeypatch):
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, *rest, **given: shapes.append(q.shape) or real(q, *rest, **given)
     )
-    monkeypatch.setattr(rates._Local, "_seconds", lambda self, call: call() is not None and 1.0)
-    found = rates._Local(SHORT, torch.device("cpu")).figures()
+    monkeypatch.setattr(rates, "mean_seconds", lambda call, count, device: call() is not None and 1.0)
+    found = rates._of_device(SHORT, torch.device("cpu"))
     batch, heads, seq, width = shapes[0]
     assert found[rates_schema.ATTENTION] == 2 * batch * heads * seq**2 * width
     assert found["rates/product 64x64x64"] == 2 * 64**3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.techniques.profiler.step_parts import line, mean, step_parts
+from titanlab.techniques.profiler.trace import line, mean, step_parts
 
 AXES = {"7": "shard", "8": "tensor"}
 

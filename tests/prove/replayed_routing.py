@@ -20,7 +20,7 @@ from titanlab.distributed import ALONE, joined
 from titanlab.parallelism import positions
 from titanlab.prove import parity
 from titanlab.techniques.model.mixture_of_experts import Router
-from titanlab.train.balance import Balance
+from titanlab.train.totals import Balance
 
 Record = dict[int, torch.Tensor]
 """By block, the experts of all tokens: [sequences of all steps, seq, active]."""

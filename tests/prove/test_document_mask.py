@@ -23,11 +23,11 @@ from titanlab.data.contract import Separators
 from titanlab.options import schema_of
 from titanlab.prove import tolerances
 from titanlab.prove.parity import compare
-from titanlab.techniques.model.documents import Packed
+from titanlab.techniques.model.attention import Packed
 from titanlab.train import assemble
 from titanlab.train import generate as sampling
-from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_tensors import fill
+from titanlab.train.initialise import fill
+from titanlab.train.weights import open_folder
 
 pytestmark = pytest.mark.on_page
 BAR = tolerances.FP32

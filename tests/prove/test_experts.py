@@ -18,7 +18,7 @@ from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer
 from titanlab.techniques.model.llama_schema import Mixtral, Qwen3, Qwen3Moe
 from titanlab.techniques.model.mixture_of_experts import Router
-from titanlab.train.balance import Balance
+from titanlab.train.totals import Balance
 
 # As in docs/parity.md: the difference comes from the order in which sums are rounded.
 BAR = 1e-5

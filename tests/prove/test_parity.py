@@ -18,7 +18,7 @@ from titanlab.data import Synthetic, source
 from titanlab.prove import TrainingTrace, tolerances
 from titanlab.prove.parity import TraceDifference, compare
 from titanlab.recipe import Recipe
-from titanlab.techniques.model import llama, llama_account
+from titanlab.techniques.model import llama
 from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.train.initialise import initialise
 
@@ -67,7 +67,7 @@ class BareLoop:
     def __init__(self, made: Recipe) -> None:
         self.made = made
         self.model = llama.LlamaModel(made.model, seq_len=made.training.seq_len)
-        initialise(self.model, llama_account.initial_values(made.model), made.seed)
+        initialise(self.model, made.model.initial_values(), made.seed)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """With document masks: of each document by itself. Token 0 ends one."""

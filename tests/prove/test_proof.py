@@ -319,7 +319,17 @@ def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("{", "is no JSON"), ('{"schema": 2, "rows": []}', "reads schema 1"), ('{"rows": [1]}', "must be a list of rows")],
+    [
+        ("", "is no JSON"),
+        ("{", "is no JSON"),
+        ("[]", "no object"),
+        ('{"schema": 2, "rows": []}', "reads schema 1"),
+        ('{"schema": "1", "rows": []}', "schema"),
+        ('{"schema": 1, "time": 3, "rows": []}', "time"),
+        ('{"schema": 1}', "must be a list of rows"),
+        ('{"rows": [1]}', "must be a list of rows"),
+        ('{"rows": [{"run": 1}]}', "must be a list of rows"),
+    ],
 )
 def test_a_damaged_file_is_left_as_it_is(tmp_path, text, complaint):
     (tmp_path / "parity.json").write_text(text)

@@ -12,7 +12,7 @@ from titanlab.distributed import traced
 from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.prove import TraceComparison
 from titanlab.prove.declared import declared
-from titanlab.prove.rank_trace import SavedBytes, fake_world, trace_rank
+from titanlab.prove.rank_trace import fake_world, trace_rank, watch_saved_bytes
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model.llama_schema import Mixtral, Qwen3Moe
 from titanlab.techniques.optimizer.optimizers_schema import Muon
@@ -167,10 +167,10 @@ class Twice(nn.Module):
 @pytest.mark.parametrize(("block", "bytes_"), [(Block, 2 * STREAM), (Checkpointed, STREAM)])
 def test_a_block_keeps_its_input_and_what_it_needs(block, bytes_):
     model = Twice(block)
-    saved = SavedBytes({int(name): each for name, each in model.layers.items()})
+    saved = watch_saved_bytes({int(name): each for name, each in model.layers.items()})
     for _ in range(2):
         model(torch.ones(ROWS, WIDTH, requires_grad=True) * 1).sum().backward()
-    assert saved.by_block == {0: bytes_, 1: bytes_}
+    assert saved == {0: bytes_, 1: bytes_}
     # The hooks are gone after the first microbatch.
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.layers.values())
 
@@ -181,6 +181,6 @@ def test_an_input_that_nothing_needs_is_not_counted():
             return hidden * 2
 
     model = Twice(Doubled)
-    saved = SavedBytes({int(name): each for name, each in model.layers.items()})
+    saved = watch_saved_bytes({int(name): each for name, each in model.layers.items()})
     model(torch.ones(ROWS, WIDTH, requires_grad=True) * 1).sum().backward()
-    assert saved.by_block == {0: 0, 1: 0}
+    assert saved == {0: 0, 1: 0}

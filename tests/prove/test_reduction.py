@@ -13,7 +13,7 @@ from titanlab.checkpoint.schema import AsyncPinned
 from titanlab.costs import AXES, Layout
 from titanlab.errors import ConfigError
 from titanlab.prove import Candidate, plan_proofs, reduce_all
-from titanlab.prove.reduction import Folded, fold_recipe, folded
+from titanlab.prove.reduction import folded
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Qwen3
@@ -187,12 +187,6 @@ def test_a_small_model_of_another_package_is_taken_as_it_is(tmp_path, monkeypatc
     (made,) = reduced(Candidate(run="small", recipe=recipe))
     assert made.recipe.model == recipe.model
     assert made.recipe.data.vocab_size == recipe.model.vocab_size
-
-
-def test_inductor_is_kept_if_it_is_wanted(tmp_path):
-    recipe = large(tmp_path).recipe
-    assert fold_recipe("run", recipe, most=4) == [Folded(run="run", recipe=recipe, layout=recipe.layout)]
-    assert fold_recipe("run", recipe, most=4, inductor=True)[0].inductor
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from titanlab.recipe import read_flags
 def test_without_arguments_a_run_starts():
     flags = read_flags([])
     assert (flags.overrides, flags.flags, set(flags.values.values())) == ([], [], {None})
-    assert (flags.answer, flags.multirun) == (None, False)
+    assert (flags.answer, flags.options.multirun) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_last_of_two_values_counts():
 )
 def test_what_the_flags_ask_for(arguments, starts, multirun):
     found = read_flags(arguments)
-    assert (found.answer is None, found.multirun) == (starts, multirun)
+    assert (found.answer is None, found.options.multirun) == (starts, multirun)
 
 
 @pytest.mark.parametrize(

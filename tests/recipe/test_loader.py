@@ -1,22 +1,20 @@
-"""One loader composes single runs and points; what a process keeps for its next composition never shows."""
+"""One loader composes single runs and points; what a process keeps never shows; hidden options are refused."""
 
 from __future__ import annotations
 
 import copy
 import importlib
-import os
 from pathlib import Path
 
 import hydra
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.recipe import VERSION_BASE, Loader, Recipe, hydra_internal, read_flags, register
+from titanlab.recipe import Loader, Recipe, hydra_internal, read_flags
 
 PACKAGE = Path(titanlab.__file__).parent
 
@@ -93,56 +91,6 @@ def test_a_changed_composition_reaches_no_other():
     assert OmegaConf.get_type(again.model) is OmegaConf.get_type(expected.model)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A folder of options."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "config.yaml").write_text("defaults: [{model: small}, _self_]\nsteps: 3\n")
-    (tmp_path / "model" / "small.yaml").write_text("layers: 1\n")
-    register()
-    return tmp_path
-
-
-def composed(folder, *overrides):
-    with initialize_config_dir(str(folder), **VERSION_BASE):
-        return compose("config", overrides=list(overrides))
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "model/small.yaml"])
-def test_a_file_that_changes_is_seen(folder, name):
-    file = folder / name
-    before, text = file.stat(), file.read_text()
-    for number in (7, 8, 9):
-        # As `cp -p` and archives leave it: the same size and time.
-        other = folder / "other"
-        other.write_text(f"{text}more: {number}\n")
-        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
-        other.rename(file)
-        for _ in range(2):
-            config = composed(folder)
-            assert (config if name == "config.yaml" else config.model).more == number
-
-
-def test_a_file_that_is_removed_or_added_is_seen(folder):
-    composed(folder)
-    (folder / "model" / "small.yaml").rename(folder / "model" / "large.yaml")
-    with pytest.raises(Exception, match="Could not find 'model/small'"):
-        composed(folder)
-    assert composed(folder, "model=large").model.layers == 1
-
-
-@pytest.mark.parametrize(
-    ("overrides", "port"), [([], 1), (["server=second"], 2), (["server=second", "place=first"], 1)]
-)
-def test_an_option_may_follow_the_choice_of_another_group(folder, overrides, port):
-    for group in ("server", "place"):
-        (folder / group).mkdir()
-        for number, name in enumerate(("first", "second"), start=1):
-            (folder / group / f"{name}.yaml").write_text(f"port: {number}\n")
-    (folder / "config.yaml").write_text("defaults: [_self_, {server: first}, {place: '${server}'}]\n")
-    assert composed(folder, *overrides).place.port == port
-
-
 def test_a_hydra_of_another_version_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(hydra, "__version__", "1.5.0")
     with pytest.raises(ConfigError) as refused:
@@ -150,3 +98,60 @@ def test_a_hydra_of_another_version_is_refused_in_one_line(monkeypatch):
     assert str(refused.value) == (
         'hydra-core=1.5.0: titanlab needs Hydra 1.3 or 1.4; pip install "hydra-core>=1.3.2,<1.5"'
     )
+
+
+def with_option(folder: Path, path: str, text: str) -> str:
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text(text)
+    return str(folder)
+
+
+DEBUG = "defaults: [llama_schema, _self_]\ndim: 32\nlayers: 3\nheads: 4\nkv_heads: 1\nffn_dim: 96\nvocab_size: 64\n"
+
+
+def test_an_option_that_one_of_the_same_name_hides_is_refused(tmp_path):
+    folder = with_option(tmp_path, "model/debug.yaml", DEBUG)
+    file = tmp_path / "model" / "debug.yaml"
+    text = f"^model=debug: {file} is never read: .*/conf has an option of that name; .*my_debug"
+    # Chosen by config.yaml, on the command line, and for all of a sweep.
+    for words in ([], ["model=debug"]):
+        with pytest.raises(ConfigError, match=text):
+            loader("--config-dir", folder, *words).recipe()
+    with pytest.raises(ConfigError, match=text):
+        loader("--config-dir", folder).base()
+    with pytest.raises(ConfigError, match=text):
+        loader(f"hydra.searchpath=[{folder}]").recipe()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "chosen", "hidden"),
+    [
+        ("model/mine.yaml", "defaults: [llama_2m, _self_]\n", "model=mine", "model/llama_2m"),
+        ("tracker/unused.yaml", "", "tracker=[tensorboard,jsonl]", "tracker/jsonl"),
+    ],
+)
+def test_so_is_one_that_a_chosen_option_begins_with_or_is_made_of(tmp_path, file, text, chosen, hidden):
+    folder = with_option(tmp_path, file, text)
+    with_option(tmp_path, f"{hidden}.yaml", "kind: other\n")
+    with pytest.raises(ConfigError, match=f"^{hidden.replace('/', '=')}: .*{hidden}.yaml is never read"):
+        loader("--config-dir", folder, chosen).recipe()
+
+
+def test_hidden_options_that_nothing_chooses_or_that_say_the_same_are_allowed(tmp_path):
+    folder = with_option(tmp_path, "model/llama_2m.yaml", DEBUG)
+    original = (PACKAGE.parent / "conf" / "model" / "debug.yaml").read_text()
+    with_option(tmp_path, "model/debug.yaml", original + "# A copy.\n")
+    recipe = loader("--config-dir", folder).recipe()
+    assert recipe is not None
+    assert recipe.model.layers == 2
+    assert loader("--config-dir", str(PACKAGE.parent / "conf")).recipe() is not None
+
+
+@pytest.mark.parametrize("content", [b"dim: [1\n", b"\x00\xff", b"- a\n- b\n", b""])
+def test_a_hidden_file_that_cannot_be_read_is_one_line(tmp_path, content):
+    folder = with_option(tmp_path, "model/debug.yaml", "")
+    (tmp_path / "model" / "debug.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        loader("--config-dir", folder).recipe()
+    assert str(tmp_path / "model" / "debug.yaml") in str(caught.value)
+    assert "\n" not in str(caught.value)

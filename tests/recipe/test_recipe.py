@@ -167,7 +167,7 @@ def wandb_with(tags):
         ({"seed": "many"}, "seed", "could not be converted to Integer"),
         ({"training": {"steps": 1.5}}, "training.steps", "could not be converted to Integer"),
         ({"training": {"steps": 0}}, "training.steps", "must be at least 1"),
-        ({"optimizer": {"kind": "adamw", "betas": 0.9}}, "optimizer.betas", "is not a ListConfig"),
+        ({"optimizer": {"kind": "adamw", "betas": 0.9}}, "optimizer.betas", "float is not a "),
     ],
 )
 def test_a_frozen_recipe_is_checked_field_by_field(change, key, rule):
@@ -313,5 +313,5 @@ def test_the_configs_of_every_group_are_hashable(group):
         with contextlib.suppress(ConfigError, TypeError):
             made.append(option.schema())
             assert hash(made[-1]) == hash(option.schema())
-            assert schema_node(option.schema) == OmegaConf.create(plain(made[-1]))
+            assert plain(OmegaConf.to_container(schema_node(option.schema))) == plain(made[-1])
     assert made or group == "model"

@@ -1,11 +1,17 @@
-"""Fields of `training` and `cluster`: which numbers there may be; tests/cli/test_refusals.py has the lines of mistakes."""
+"""Fields of `training` and `cluster`: which numbers there may be; the shipped clusters.
+
+tests/cli/test_refusals.py has the lines of mistakes.
+"""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+import yaml
 
+from titanlab.costs import find_device
 from titanlab.errors import ConfigError
 from titanlab.recipe import Cluster, Training
 from titanlab.records import canonical
@@ -49,3 +55,26 @@ def test_a_run_is_named_after_its_device_and_not_after_what_is_known_of_it():
     plain = Cluster(accelerator="cuda", device="NVIDIA H200")
     assert canonical(Cluster(accelerator="cuda", device="NVIDIA H200", **facts)) == canonical(plain)
     assert canonical(Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")) != canonical(plain)
+
+
+FOLDER = Path(__file__).parents[2] / "conf" / "cluster"
+PRESETS = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "local")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset(name):
+    values = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    assert values.pop("defaults") == ["schema", "_self_"]
+    cluster = Cluster(**values)
+    assert cluster.per_node * cluster.linked_nodes == (72 if name == "gb200" else 8)
+    if cluster.accelerator == "cpu":
+        assert cluster.device == "cpu"
+        return
+    device = find_device(str(cluster.device))
+    assert device is not None
+    assert device.peak_tflops["bfloat16"] > 0
+    assert (cluster.memory_gb, cluster.link_gb_per_second) == (device.memory_gb, device.link_gb_per_second)
+
+
+def test_there_is_one_for_each_kind_of_node():
+    assert PRESETS == ["a100_40gb", "a100_80gb", "b200", "cpu", "gb200", "h100", "h100_96gb", "h200"]

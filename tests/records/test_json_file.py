@@ -2,14 +2,12 @@
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records import as_typed, loaded, read_object, read_optional
-from titanlab.records.json_file import RESTORE
+from titanlab.records import loaded, read_object, read_optional
+from titanlab.records.files import RESTORE
 
 
 def refusal(action, *given, **more):
@@ -74,33 +72,3 @@ def test_half_of_a_pair_of_surrogates_can_be_printed():
     # A whole pair is a letter.
     assert loaded(json.dumps("🎉")) == "🎉"
     assert loaded(r'"\u00e9"') == "é"
-
-
-@dataclass(kw_only=True)
-class Record:
-    text: str = ""
-    count: int = 0
-    number: float = 0.0
-    mapping: Mapping[str, object] = field(default_factory=dict)
-    maybe: int | None = None
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ({"text": 5}, "text=5: expected `str`, got `int` in here; fix it"),
-        ({"text": None}, "text=null: expected `str`, got `null` in here; fix it"),
-        ({"count": 0.5}, "count=0.5: expected `int`, got `float` in here; fix it"),
-        ({"count": True}, "count=true: expected `int`, got `bool` in here; fix it"),
-        ({"number": "1"}, "number=1: expected `float`, got `str` in here; fix it"),
-        ({"number": False}, "number=false: expected `float`, got `bool` in here; fix it"),
-        ({"mapping": []}, "mapping=[]: expected `object`, got `array` in here; fix it"),
-        ({"maybe": "x"}, "maybe=x: expected `int | null`, got `str` in here; fix it"),
-        (
-            {"schema": 4, "text": 5},
-            "schema=4: here has schema 4, and this version of titanlab reads schema 3; use the version that made it",
-        ),
-    ],
-)
-def test_a_value_of_another_type_is_named(value, said):
-    assert refusal(as_typed, "here", value, Record, schema=3, cure="fix it") == said

@@ -8,7 +8,6 @@ import pytest
 
 from titanlab.errors import ConfigError
 from titanlab.records import (
-    FileSpan,
     Growing,
     RunFolder,
     backward,
@@ -72,7 +71,7 @@ def test_a_log_is_divided_among_the_attempts(run, size, marks, parts):
     for number, mark in enumerate(marks, 1):
         attempt(run, number, time=10 * number, marks=None if mark is NONE else mark)
     found = log_parts(run, 0, path)
-    assert [(part.span.start, part.span.end, part.begin, part.end) for part in found] == parts
+    assert [(part.start, part.end, part.begin, part.last) for part in found] == parts
     for part in found:
         assert part_of(run, 0, path, part.attempt) == part
     for number in set(run.attempts()) - {part.attempt for part in found}:
@@ -87,7 +86,7 @@ def test_the_sizes_are_noted_when_an_attempt_begins(run):
     number = run.begin_attempt({}, {})
     assert json.loads((run.attempt_folder(number) / "logs.json").read_text()) == {"schema": 1, "bytes": {"0": 5}}
     (part,) = log_parts(run, 2, rank_log(run, 2))
-    assert (part.span.start, part.span.end, part.end) == (0, 0, 0.0)
+    assert (part.start, part.end, part.last) == (0, 0, 0.0)
 
 
 def test_logs_are_those_with_the_name_of_a_rank(run):
@@ -113,8 +112,8 @@ def test_a_time_that_no_attempt_has_is_not_taken(run, time, expected):
     assert log_parts(run, 0, path)[0].begin == expected
 
 
-def span(path, start=0, end=None):
-    return FileSpan(path=path, start=start, end=path.stat().st_size if end is None else end)
+def whole(path):
+    return path, 0, path.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -136,8 +135,8 @@ def test_backward_gives_the_lines_of_forward_in_reverse(tmp_path, monkeypatch, c
     path = tmp_path / "log"
     path.write_bytes(content)
     expected = content.removesuffix(b"\n").split(b"\n") if content else []
-    assert list(forward(span(path))) == expected
-    assert list(backward(span(path))) == expected[::-1]
+    assert list(forward(*whole(path))) == expected
+    assert list(backward(*whole(path))) == expected[::-1]
 
 
 def test_the_end_of_a_huge_file_is_read_without_the_rest(tmp_path):
@@ -146,7 +145,7 @@ def test_the_end_of_a_huge_file_is_read_without_the_rest(tmp_path):
         file.truncate(1 << 40)
         file.seek(0, os.SEEK_END)
         file.write(b"\nlast but one\nlast\n")
-    found = backward(span(path))
+    found = backward(*whole(path))
     assert [next(found), next(found)] == [b"last", b"last but one"]
 
 
@@ -155,7 +154,7 @@ def test_a_line_without_end_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "_BLOCK_BYTES", 4)
     path = tmp_path / "log"
     path.write_bytes(b"x" * 35)
-    for found in (list(forward(span(path))), list(backward(span(path))), Growing(path).read(last=True)):
+    for found in (list(forward(*whole(path))), list(backward(*whole(path))), Growing(path).read(last=True)):
         assert max(map(len, found)) <= 16
         assert b"".join(found) == b"x" * 35
 
@@ -173,8 +172,8 @@ def test_what_is_no_file_is_refused_and_what_is_missing_is_empty(tmp_path):
     with pytest.raises(OSError, match="is no regular file"):
         open_to_read(tmp_path / "pipe")
     for name in ("pipe", "missing"):
-        assert list(forward(FileSpan(path=tmp_path / name, start=0, end=9))) == []
-        assert list(backward(FileSpan(path=tmp_path / name, start=0, end=9))) == []
+        assert list(forward(tmp_path / name, 0, 9)) == []
+        assert list(backward(tmp_path / name, 0, 9)) == []
         assert Growing(tmp_path / name).read(last=True) == []
 
 
@@ -233,22 +232,22 @@ def test_a_line_without_a_time(text):
 def test_times_go_on_after_midnight():
     texts = [b"23:59:59 a", b"b", b"00:00:01 c"]
     expected = [MIDNIGHT - 1, MIDNIGHT - 1, MIDNIGHT + 1]
-    assert [line.time for line in timed(texts, 0, begin=MIDNIGHT - 2, end=MIDNIGHT + 9)] == expected
-    assert [line.time for line in timed_from_end(texts, 0, end=MIDNIGHT + 9)] == expected
+    assert [line.time for line in timed(texts, 0, begin=MIDNIGHT - 2, last=MIDNIGHT + 9)] == expected
+    assert [line.time for line in timed_from_end(texts, 0, last=MIDNIGHT + 9)] == expected
 
 
 def test_a_clock_that_is_set_back_keeps_the_order_of_a_file():
     texts = [b"12:00:05 a", b"12:00:01 b", b"12:00:06 c"]
-    for found in (timed(texts, 0, begin=NOON, end=NOON + 9), timed_from_end(texts, 0, end=NOON + 9)):
+    for found in (timed(texts, 0, begin=NOON, last=NOON + 9), timed_from_end(texts, 0, last=NOON + 9)):
         lines = list(found)
         assert [line.text for line in lines] == texts
         assert lines == sorted(lines, key=lambda line: line.time)
 
 
 def test_ranks_are_merged_and_a_rank_without_times_comes_at_the_end():
-    zero = timed([b"12:00:01 a", b"12:00:05 c"], 0, begin=NOON, end=NOON + 5)
-    one = timed([b"Traceback", b"  error"], 1, begin=NOON, end=NOON + 6)
-    two = timed([b"12:00:03 b"], 2, begin=NOON, end=NOON + 3)
+    zero = timed([b"12:00:01 a", b"12:00:05 c"], 0, begin=NOON, last=NOON + 5)
+    one = timed([b"Traceback", b"  error"], 1, begin=NOON, last=NOON + 6)
+    two = timed([b"12:00:03 b"], 2, begin=NOON, last=NOON + 3)
     found = [(line.rank, line.text) for line in merged([zero, one, two])]
     expected = [(0, b"12:00:01 a"), (2, b"12:00:03 b"), (0, b"12:00:05 c"), (1, b"Traceback"), (1, b"  error")]
     assert found == expected

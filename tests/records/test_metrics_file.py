@@ -1,14 +1,12 @@
 """metrics.jsonl: torn lines, attempts that supersede, rows that round-trip."""
 
-import json
 import os
 from unittest import mock
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
 
-from titanlab.records.metrics_file import MetricsWriter, read_metrics
+from titanlab.records.run_folder import MetricsWriter, read_metrics
 
 
 def write(path, attempt, resumed_step, steps, kind="train"):
@@ -111,12 +109,3 @@ def test_a_short_write_is_completed(tmp_path):
     ):
         writer.write("train", 1, {"loss": 1.5})
     assert read_metrics(path)[0]["loss"] == 1.5
-
-
-def test_a_closed_writer_can_be_closed_again_and_takes_no_rows(tmp_path):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl", attempt=1)
-    writer.close()
-    writer.close()
-    with pytest.raises(OSError):
-        writer.write("train", 1, {})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["kind"] == "attempt"

@@ -192,6 +192,8 @@ def _named(module, name, base=Exception, message=""):
         (ValueError("shapes"), "crash"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "crash"),
         (SystemExit(0), "crash"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "oom"),
+        (ImportError("x.so: failed to map segment from shared object: Operation not permitted"), "crash"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else value,
 )  # fmt: skip
@@ -221,18 +223,6 @@ def test_a_thread_that_cannot_start_is_want_of_memory_under_a_limit_of_addresses
     assert classify(error) is OutcomeKind.CRASH
     monkeypatch.setattr("resource.getrlimit", lambda kind: (2**31, 2**31))
     assert classify(error) is OutcomeKind.OOM
-
-
-@pytest.mark.parametrize(
-    ("message", "kind"),
-    [
-        ("libtorch_cpu.so: failed to map segment from shared object", "oom"),
-        ("x.so: failed to map segment from shared object: Operation not permitted", "crash"),
-        ("No module named 'x'", "crash"),
-    ],
-)
-def test_a_library_for_which_there_is_no_room(message, kind):
-    assert classify(ImportError(message)) == kind
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 from titanlab.costs import meter
 from titanlab.distributed.start_up import PHASES
 from titanlab.records import STATES, Outcome, OutcomeKind, Status, collect
-from titanlab.records.metrics_file import MetricsWriter, read_metrics
+from titanlab.records.run_folder import MetricsWriter, read_metrics
 from titanlab.techniques.profiler.memory import largest
-from titanlab.techniques.profiler.step_parts import EXPOSED, STEP
-from titanlab.techniques.profiler.step_parts import PHASES as PARTS
-from titanlab.techniques.profiler.step_parts import metrics as breakdown
+from titanlab.techniques.profiler.trace import EXPOSED, STEP
+from titanlab.techniques.profiler.trace import PHASES as PARTS
+from titanlab.techniques.profiler.trace import metrics as breakdown
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, STARTING, Record
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()

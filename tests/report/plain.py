@@ -10,13 +10,13 @@ from titanlab.report.facts import Facts
 from titanlab.sweep import SweepFolder, SweepTable
 
 
-def facts_of(*rows: dict[str, Any], folder: Path | str = "/nowhere/layouts") -> Facts:
+def facts_of(*rows: dict[str, Any], folder: Path | str = "/nowhere/layouts", by: str = "tps") -> Facts:
     """The facts of rows; those without a name get one, `r0`, `r1`, …, in their order."""
     named = [
         each if each["run"] or each["state"] == "dropped" else {**each, "run": f"r{place}", "name": f"r{place}"}
         for place, each in enumerate(rows)
     ]
-    return Facts(SweepFolder(Path(folder)), named, 0.0)
+    return Facts(SweepFolder(Path(folder)), named, 0.0, by)
 
 
 def facts_in(folder: SweepFolder) -> Facts:

@@ -100,9 +100,13 @@ def test_runs_that_did_not_end_well_have_an_estimate_only(made):
     begin(run)
     end(run, "oom")
     made.run("waits")
+    begin(run := made.run("odd", seed=1))
+    end(run, metrics={"memory/max_resident(GiB)": 0.0})
     memory = memory_frame(made.folder.path)
-    assert list(memory["name"]) == ["lost", "waits"]
-    assert memory["measured_gib"].isna().all()
+    assert list(memory["name"]) == ["lost", "waits", "odd"]
+    # Of a measurement of 0 there is no error in percent.
+    assert memory["measured_gib"].fillna(-1).tolist() == [-1, -1, 0.0]
+    assert memory["error_percent"].isna().all()
     assert (memory["estimated_gib"] > 0).all()
 
 

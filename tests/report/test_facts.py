@@ -9,7 +9,6 @@ from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
 from titanlab.report.facts import (
-    answer_of,
     checked,
     command_line,
     differences,
@@ -24,18 +23,14 @@ from titanlab.report.facts import (
     [
         ("oversubscribed", True, True),
         ("oversubscribed", 1, None),
-        ("oversubscribed", "yes", None),
         ("step", 3, 3),
         ("step", True, None),
-        ("step", "3", None),
         ("tokens_per_second", 2.5, 2.5),
         ("tokens_per_second", math.nan, None),
         ("tokens_per_second", math.inf, None),
         ("tokens_per_second", "fast", None),
-        ("tokens_per_second", {}, None),
         ("cause", "no", "no"),
         ("cause", 3, None),
-        ("cause", ["a"], None),
         ("cause", None, None),
         # Columns of swept keys are text.
         ("point.lr", "0.5", "0.5"),
@@ -46,11 +41,6 @@ def test_a_value_of_another_type_counts_as_missing(column, value, kept):
     (found,) = checked([{column: value}])
     assert found == {column: kept}
     assert type(found[column]) is type(kept)
-
-
-def test_rows_of_earlier_versions_lack_columns():
-    assert checked([]) == []
-    assert checked([{}, {"later": object}]) == [{}, {"later": None}]
 
 
 def test_runs_are_all_but_dropped_points_and_done_ones_have_ended():
@@ -120,7 +110,7 @@ def repeated(speeds, recipe="dp_s2", **given):
 
 def test_the_best_is_that_of_the_figure_and_bands_are_of_the_speed():
     rows = [*repeated([1000.0, 1010.0], memory_gib=3.0), *repeated([500.0, 505.0], "tp_2", memory_gib=1.0)]
-    by_speed, by_memory = (answer_of(facts_of(*rows), by=name) for name in ("tps", "memory"))
+    by_speed, by_memory = (facts_of(*rows, by=name) for name in ("tps", "memory"))
     assert [answer.best.label for answer in (by_speed, by_memory)] == ["dp_s2", "tp_2"]
     assert by_speed.ranking is by_speed.speeds
     assert by_memory.bands == by_speed.bands
@@ -134,20 +124,20 @@ def test_the_best_is_that_of_the_figure_and_bands_are_of_the_speed():
 
 
 def test_a_recipe_without_the_figure_stands_in_if_one_of_its_runs_is_done():
-    answer = answer_of(facts_of(), by="tps")
+    answer = facts_of()
     assert (answer.best, answer.bands) == (None, {})
     # Without repeats there is no interval.
-    assert answer_of(facts_of(run("a"), run("b", "tp_2", 500.0)), by="tps").bands == {}
+    assert facts_of(run("a"), run("b", "tp_2", 500.0)).bands == {}
     failed = row("tp_2", None, run="f", name="f", outcome="oom")
-    assert answer_of(facts_of(failed), by="mfu").best is None
-    answer = answer_of(facts_of(failed, run("a", mfu_percent=None)), by="mfu")
+    assert facts_of(failed, by="mfu").best is None
+    answer = facts_of(failed, run("a", mfu_percent=None), by="mfu")
     assert answer.best is not None
     assert answer.best.label == "dp_s2"
 
 
 @pytest.mark.parametrize(("speeds", "noise"), [([1000.0, 1000.0], "0 %"), ([100.0, 400.0], "98 %"), ([1.0, 9.0], "%")])
 def test_the_noise_is_a_number_that_people_write(speeds, noise):
-    text = answer_of(facts_of(*repeated(speeds)), by="tps").band_text
+    text = facts_of(*repeated(speeds)).band_text
     assert noise in text
     assert "e+" not in text
     assert "(1 degrees of freedom)" not in text

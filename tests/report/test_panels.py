@@ -1,5 +1,6 @@
 """The sections with a figure: captions, descriptions in words, notes, the values behind; and damaged rows."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,30 +9,14 @@ from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
 from titanlab.report import panels
-from titanlab.report.facts import answer_of
-from titanlab.report.figures import bars, over_time, scatter
 from titanlab.report.panels import estimated_splits, figure_sections, measured_splits, pipelines
 
-
-@pytest.fixture(autouse=True)
-def drawn(monkeypatch):
-    """Figures take longer than all else, and have tests of their own: here it is what they are given that counts."""
-    given = {}
-    for module, name in (
-        (scatter, "pareto"),
-        (scatter, "estimate_against_measurement"),
-        (bars, "throughput_by_layout"),
-        (bars, "step_time_split"),
-        (over_time, "loss_by_tokens"),
-        (over_time, "pipeline_timelines"),
-    ):
-        monkeypatch.setattr(module, name, lambda *values, name=name, **more: given.setdefault(name, (values, more)))
-    return given
+pytestmark = pytest.mark.usefixtures("drawn")
 
 
 def section(facts, name, by="tps"):
     """The section of this name; None: there is none."""
-    found = {each.id: each for each in figure_sections(facts, answer_of(facts, by=by), by=by)}
+    found = {each.id: each for each in figure_sections(dataclasses.replace(facts, by=by))}
     return found.get(name)
 
 

@@ -242,15 +242,6 @@ NONE = RecordedCode(
     env={}, sha=None, branch=None, fingerprint=None, version="1.2", patch="", problem=None, snapshot=None
 )
 
-CHANGE = """\
-diff --git a/titanlab/code.py b/titanlab/code.py
---- a/titanlab/code.py
-+++ b/titanlab/code.py
-@@ -1 +1 @@
--value = 1
-+value = "é"
-"""
-
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
@@ -274,42 +265,6 @@ def snapshot(tmp_path):
     return folder
 
 
-def code(folder):
-    return (folder / "titanlab" / "code.py").read_text(encoding="utf-8")
-
-
-def test_a_commit_comes_back_in_a_worktree_and_no_hook_runs(repository, recorded, tmp_path, monkeypatch):
-    # A hook of another repository sets these.
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
-    restored = restore(recorded, repository, tmp_path / "into", run="a-1")
-    assert (restored.source, restored.is_same, restored.notes) == (f"commit {recorded.sha[:12]}", True, ())
-    assert code(tmp_path / "into") == "value = 1\n"
-    assert not (repository.parent / "ran").exists()
-    assert git(repository, "status", "--porcelain") == ""
-
-
-def test_the_difference_is_applied(repository, recorded, tmp_path):
-    restored = restore(replace(recorded, patch=CHANGE), repository, tmp_path / "into", run="a-1")
-    assert restored.source.endswith(" with code.patch")
-    assert code(tmp_path / "into") == 'value = "é"\n'
-    # The fingerprint of the unchanged code is another.
-    assert restored.is_same is False
-
-
-def test_a_difference_of_which_a_part_does_not_fit_is_left_out_whole(repository, recorded, tmp_path):
-    patch = CHANGE + CHANGE.replace("code.py", "other.py")
-    restored = restore(replace(recorded, patch=patch), repository, tmp_path / "into", run="a-1")
-    assert (code(tmp_path / "into"), restored.is_same) == ("value = 1\n", True)
-    assert restored.notes[0].startswith("code.patch does not fit the commit (")
-
-
-def test_with_such_a_problem_a_snapshot_is_better_than_the_commit(repository, recorded, snapshot, tmp_path):
-    given = replace(recorded, problem="it was not kept", snapshot=snapshot)
-    restored = restore(given, repository, tmp_path / "into", run="a-1")
-    assert (restored.source, restored.is_same) == (f"the snapshot {snapshot}", True)
-    assert restored.notes == ("it was not kept",)
-
-
 def test_of_a_snapshot_only_plain_files_of_code_are_copied(snapshot, tmp_path):
     """The folder may be a stranger's: links lead elsewhere, and to open a pipe waits for a writer."""
     (tmp_path / "secret.txt").write_text("secret")
@@ -328,24 +283,9 @@ def test_of_a_snapshot_only_plain_files_of_code_are_copied(snapshot, tmp_path):
     assert restored.is_same is True
 
 
-@pytest.mark.parametrize(
-    ("change", "in_repository", "reason"),
-    [
-        ({}, True, "the code was installed without git, so there is no commit to go back to"),
-        ({"sha": "a" * 40}, False, "commit aaaaaaaaaaaa cannot be looked up: there is no git repository here"),
-        ({"sha": "a" * 40, "problem": "no patch"}, True, "fetch it, or give --repo FOLDER; no patch"),
-    ],
-)
-def test_code_that_is_nowhere_is_one_line(repository, tmp_path, change, in_repository, reason):
-    with pytest.raises(ConfigError) as caught:
-        restore(replace(NONE, **change), repository if in_repository else None, tmp_path / "repro-x", run="a-1")
-    said = str(caught.value)
-    assert said.startswith("run=a-1: its code cannot be restored: ")
-    assert reason in said
-    assert said.endswith(
-        "; and no snapshot is kept; install titanlab 1.2 by hand, or find the repository that has the commit"
-    )
-    assert not (tmp_path / "repro-x").exists()
+def test_without_a_repository_a_commit_cannot_be_looked_up(recorded, tmp_path):
+    with pytest.raises(ConfigError, match="there is no git repository here .*; no patch; and no snapshot is kept"):
+        restore(replace(recorded, problem="no patch"), None, tmp_path / "into", run="a-1")
 
 
 def test_a_folder_that_git_does_not_take_is_one_line(repository, recorded, tmp_path):

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.schedule.conftest import KINDS, Schedule, orders
-from titanlab.techniques.schedule.action import OrderError, placement_of, validate
-from titanlab.techniques.schedule.timeline import simulate
+from titanlab.techniques.schedule.action import OrderError, placement_of, simulate, validate
 
 
 def refusal(*ranks: str, placement: tuple[int, ...] = (0, 1), microbatches: int = 1) -> str:

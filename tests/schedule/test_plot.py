@@ -10,9 +10,8 @@ from matplotlib.figure import Figure
 
 from tests.schedule.conftest import Schedule, orders
 from titanlab.errors import ConfigError
-from titanlab.techniques.schedule.action import Kind
+from titanlab.techniques.schedule.action import Kind, simulate
 from titanlab.techniques.schedule.plot import LIMIT, draw, draw_legend, draw_panel, figure_size, rows
-from titanlab.techniques.schedule.timeline import simulate
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 

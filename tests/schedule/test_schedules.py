@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from tests.schedule.conftest import KINDS, LOOPED, V_SHAPED, Schedule, orders
 from titanlab.errors import ConfigError
-from titanlab.techniques.schedule.action import Kind, placement_of, validate
+from titanlab.techniques.schedule.action import Kind, placement_of, simulate, validate
 from titanlab.techniques.schedule.contract import OneStage, PipelineSchedule, stages_of
 from titanlab.techniques.schedule.published_schema import rounds
-from titanlab.techniques.schedule.timeline import simulate
 
 RANKS = st.integers(1, 8)
 MICROBATCHES = st.integers(1, 40)
@@ -30,17 +29,6 @@ def test_they_are_complete_and_never_stuck(kind, ranks, stages_per_rank, microba
     assert placement_of(lists) == placement
     assert sorted(set(placement)) == list(range(ranks))
     assert len(placement) == ranks * schedule.stages_per_rank
-
-
-@pytest.mark.full
-def test_all_of_them_up_to_a_size_are_complete_and_never_stuck():
-    for kind in KINDS:
-        for stages_per_rank in (1, 2, 3, 5) if kind in LOOPED else (2,):
-            schedule = Schedule(kind, stages_per_rank)
-            for ranks in range(1, 8):
-                for microbatches in range(2 * ranks if kind == "dualpipe_v" else 1, 24):
-                    lists = schedule.actions(ranks, microbatches)
-                    assert validate(lists, schedule.placement(ranks), microbatches=microbatches) is None
 
 
 @given(st.sampled_from(KINDS), RANKS, st.integers(1, 4), MICROBATCHES)

@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
-from titanlab.techniques.schedule.contract import looped, v_shaped
 from titanlab.techniques.schedule.split import split
+
+
+def looped(*, ranks, stages_per_rank=1):
+    return [*range(ranks)] * stages_per_rank
+
+
+def v_shaped(*, ranks):
+    return [*range(ranks), *reversed(range(ranks))]
+
 
 PLACEMENTS = [
     *[looped(ranks=ranks) for ranks in (1, 2, 3, 5)],

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.schedule.conftest import orders
-from titanlab.techniques.schedule.action import Kind
-from titanlab.techniques.schedule.timeline import peak_in_flight, simulate
+from titanlab.techniques.schedule.action import Kind, peak_in_flight, simulate
 
 
 def test_a_timeline():
@@ -58,7 +57,3 @@ def test_a_transfer_delays_only_what_comes_from_another_rank():
 def test_actions_of_no_duration_have_no_bubble():
     timeline = simulate(orders("0F0 0B0", "1F0 1B0"), [0, 1], dict.fromkeys(Kind, 0.0))
     assert (timeline.duration, timeline.bubble_share) == (0, 0)
-
-
-def test_without_actions_nothing_is_kept():
-    assert peak_in_flight([]) == 0

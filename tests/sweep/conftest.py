@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from tests.sweep.fake_slurm.cluster import FakeSlurm
+from tests.sweep.made import Made
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.records import Outcome, OutcomeKind
 from titanlab.sweep import sweep_folder
@@ -43,6 +44,12 @@ def slurm(tmp_path, monkeypatch, small_package):
 def whole_snapshots(slurm, monkeypatch):
     """After `slurm`: snapshots are again those of the package that runs."""
     monkeypatch.setattr(sweep_folder, "take_snapshot", sweep_folder.take_snapshot.func)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A sweep without runs, to be filled."""
+    return Made(tmp_path / "runs")
 
 
 @pytest.fixture

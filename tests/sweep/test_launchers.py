@@ -15,10 +15,9 @@ from titanlab.launch import launcher_named
 from titanlab.launch.launchers_schema import Local
 from titanlab.records import OutcomeKind
 from titanlab.sweep import cancel, decide, look_at, sweep_folder, write_table
-from titanlab.sweep.enqueue import settle
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import retry
-from titanlab.sweep.submit import submit
+from titanlab.sweep.submit import settle, submit
 
 
 # tests/launch/local has jobs of `local` that run, are cancelled, and come later.

@@ -4,18 +4,12 @@ import json
 
 import pytest
 
-from tests.sweep.made import SUMMARY, Made, begin, end, train
+from tests.sweep.made import SUMMARY, begin, end, train
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.sweep import SweepTable, measured_sweep
 
 RESIDENT, OF_ALL = "memory/max_resident(GiB)", "memory/max_over_ranks(GiB)"
-
-
-@pytest.fixture
-def made(tmp_path):
-    """A sweep without runs, to be filled."""
-    return Made(tmp_path / "runs")
 
 
 def summary(seconds, **given):

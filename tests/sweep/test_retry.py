@@ -20,11 +20,10 @@ from titanlab.launch.slurm.launcher import SlurmLauncher
 from titanlab.recipe import from_mapping, to_mapping
 from titanlab.records import Outcome, OutcomeKind
 from titanlab.sweep import FAILED, cancel, checked, resubmit, submitted_with
-from titanlab.sweep import enqueue as module
+from titanlab.sweep import submit as module
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import item_of, retry
 from titanlab.sweep.submit import submit
-from titanlab.techniques.model import llama_account
 
 
 def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
@@ -37,7 +36,7 @@ def test_cancel_ends_elements_of_arrays_and_tells_those_that_run(slurm, sweep):
     outcome = sweep.run(names(sweep)[4]).result()
     assert (outcome.kind, outcome.cause) == ("cancelled", "cancelled before it started")
     # What was cancelled can be done after all.
-    assert [each.run.path.name for each in retry(sweep, quiet, names=[names(sweep)[4]])] == [names(sweep)[4]]
+    assert [each.run for each in retry(sweep, quiet, names=[names(sweep)[4]])] == [names(sweep)[4]]
 
 
 def test_whoever_cancels_twice_does_not_want_to_wait(slurm, sweep):
@@ -63,7 +62,7 @@ def test_elements_that_somebody_took_out_of_the_queue_are_cancelled_and_can_be_d
     assert (outcome.kind, outcome.cause) == ("cancelled", "the job was cancelled before it started")
     assert outcome.scheduler == {"job_id": "101_4", "state": "CANCELLED", "exit_code": None}
     done = retry(sweep, quiet, outcomes=["cancelled"])
-    assert [each.run.path.name for each in done] == [run.path.name]
+    assert [each.run for each in done] == [run.path.name]
     assert [len(job["states"]) for job in slurm.jobs().values()] == [5, 1]
 
 
@@ -73,7 +72,7 @@ def submitted(slurm):
 
 def test_ended_runs_of_an_outcome_are_submitted_again_and_keep_their_folders(slurm, sweep):
     done = retry(sweep, quiet, outcomes=["hang"])
-    assert [(each.run.path.name, each.outcome, each.anew) for each in done] == [(names(sweep)[1], "hang", False)]
+    assert [(each.run, each.outcome) for each in done] == [(names(sweep)[1], "hang")]
     assert submitted(slurm) == [5, 1]
     assert sweep.run(names(sweep)[1]).attempts() == [1]
     # It waits now, and is not submitted a third time.
@@ -95,10 +94,7 @@ def test_named_runs_whatever_their_outcome_but_none_that_is_done_waits_or_runs(s
 
 def test_stale_runs_start_anew_and_their_folders_are_kept(slurm, sweep):
     done = retry(sweep, quiet, stale=True)
-    assert [(each.run.path.name, each.anew) for each in sorted(done, key=lambda each: str(each.outcome))] == [
-        (names(sweep)[1], True),
-        (names(sweep)[2], True),
-    ]
+    assert [each.run for each in sorted(done, key=lambda each: str(each.outcome))] == [*names(sweep)[1:3]]
     run = sweep.run(names(sweep)[1])
     before = run.identity()
     assert run.attempts() == []
@@ -215,9 +211,7 @@ def hung(slurm, sweep):
 
 def save(run, *steps):
     """Checkpoints of a run, as far as is read before a job starts."""
-    shapes = {
-        name: list(shape) for name, shape in llama_account.account(from_mapping(run.config()).model).parameters.items()
-    }
+    shapes = {name: list(shape) for name, shape in from_mapping(run.config()).model.account().parameters.items()}
     for step in steps:
         position = {"step": step, "tokens": 384 * step, "data": {"samples": 12 * step}, "parameters": shapes}
         tiny.write_checkpoint(step_folder(run.checkpoints, step), position)

@@ -20,10 +20,9 @@ from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.launch.local import jobs_in_order
 from titanlab.records import RECORD, Outcome, OutcomeKind, identify
 from titanlab.sweep import SweepTable, check_study, decide, folder_of, silence_of
-from titanlab.sweep.enqueue import check_folder, settle
 from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.request import control_points
-from titanlab.sweep.submit import submit
+from titanlab.sweep.space import control_points
+from titanlab.sweep.submit import check_folder, settle, submit
 
 MIXED = [*seeds(2), *seeds(2, shard=2), {"shard": 6}, {"shard": 12}]
 
@@ -108,20 +107,6 @@ def test_only_a_job_in_a_container_asks_scontrol_by_its_batch_file(slurm, tmp_pa
     submit(study(tmp_path / "runs", seeds(1), launch=Slurm(**launch)), quiet)
     (job,) = slurm.jobs().values()
     assert ("TITANLAB_SCONTROL" in job["script"]) == asks
-
-
-def test_a_job_that_may_become_smaller_survives_the_loss_of_a_node(slurm, tmp_path):
-    launch = Slurm(restarts=2, min_world=2)
-    wanted = study(tmp_path / "runs", [{"shard": 6}, {"shard": 2}], launch=launch)
-    submit(wanted, quiet)
-    small, large = sorted(slurm.jobs().values(), key=lambda job: int(job["flags"]["nodes"]))
-    assert large["flags"]["no-kill"] is True
-    assert "--kill-on-bad-exit=0 --wait=600 --no-kill" in large["script"]
-    tasks = large["flags"]["ntasks-per-node"]
-    assert f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks}))" in large["script"]
-    # With one node there is nothing to survive.
-    assert "no-kill" not in small["flags"]
-    assert "no-kill" not in small["script"]
 
 
 def test_submitting_twice_submits_nothing_the_second_time(slurm, tmp_path):
@@ -225,11 +210,16 @@ def test_points_and_manifest(slurm, tmp_path):
     ("points", "launch", "told"),
     [
         ([{"shard": 24}], SLURM, "world=24: is more than the cluster's 4 nodes of 4; try world=16"),
+        (
+            [{"shard": 13, "global_batch": 13}],
+            SLURM,
+            "world=13: does not fill nodes of 4 evenly, of which the cluster has 4; try world=12",
+        ),
         ([{"shard": 2}], Slurm(partition="fast"), "launch.partition=fast: Slurm knows no such partition"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_made(slurm, tmp_path, points, launch, told):
-    wanted = study(tmp_path / "runs", points, launch=launch, global_batch=48)
+    wanted = study(tmp_path / "runs", points, launch=launch, **{"global_batch": 48, **points[0]})
     with pytest.raises(ConfigError, match=re.escape(told)):
         submit(wanted, quiet)
     assert not (tmp_path / "runs").exists()
@@ -246,14 +236,6 @@ def test_slurm_that_does_not_answer_is_told_before_anything_is_made(slurm, tmp_p
     with pytest.raises(ConfigError, match=rule):
         submit(wanted, quiet)
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_world_that_fills_no_nodes_evenly(tmp_path):
-    wanted = study(
-        tmp_path / "runs", [{"shard": 13}], launch=SLURM, cluster={"per_node": 4, "nodes": 4}, global_batch=13
-    )
-    with pytest.raises(ConfigError, match="world=13: does not fill nodes of 4 evenly.*try world=12"):
-        decide(wanted)
 
 
 def test_without_slurm_a_plan_can_be_made_and_nothing_submitted(tmp_path, monkeypatch):
@@ -279,28 +261,19 @@ def test_a_folder_of_another_sweep(slurm, tmp_path):
         check_study(study(tmp_path / "runs", [{"steps": 3}], launch=SLURM, name="typed", origin="command line"))
 
 
-def test_what_sbatch_refuses_is_one_line_and_leaves_no_intent(slurm, tmp_path, capfd):
-    slurm.set(refuses="invalid account or account/partition combination specified")
-    wanted = study(tmp_path / "runs", seeds(1), launch=SLURM)
-    with pytest.raises(ConfigError, match="launch=slurm: sbatch says: invalid account or account/partition comb"):
-        submit(wanted, quiet)
-    assert folder_of(wanted).submissions() == []
-    assert capfd.readouterr() == ("", "")
-    slurm.set()
-    assert len(submit(wanted, quiet).submissions) == 1
-
-
-def test_what_no_node_can_run_is_refused_although_slurm_lists_it(slurm, tmp_path):
-    """sbatch says no, and squeue shows the jobs as failed for some minutes: they are no submission."""
-    slurm.set(refuses="Memory specification can not be satisfied", keeps_refused=True)
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_what_sbatch_refuses_is_one_line_and_leaves_no_intent(slurm, tmp_path, capfd, is_listed):
+    """Jobs that no node can run are in the queue for some minutes, as failed: they are no submission."""
+    slurm.set(refuses="Memory specification can not be satisfied", keeps_refused=is_listed)
     wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
     for _ in range(2):
         with pytest.raises(ConfigError, match="launch=slurm: sbatch says: Memory specification can not be satisfied"):
             submit(wanted, quiet)
         assert folder_of(wanted).submissions() == []
         assert actions(decide(wanted)) == ["submit"] * 2
+    assert capfd.readouterr() == ("", "")
     slurm.set()
-    assert [new.job_id for new in submit(wanted, quiet).submissions] == ["103"]
+    assert [new.job_id for new in submit(wanted, quiet).submissions] == ["103" if is_listed else "101"]
 
 
 def test_without_submitit_nothing_is_submitted_and_a_plan_is_still_made(slurm, tmp_path, monkeypatch):
@@ -337,33 +310,11 @@ def test_a_folder_whose_path_means_something_else_is_refused(slurm, tmp_path, fo
         check_folder(tmp_path / folder / "runs", [launch])
 
 
-def test_long_arrays_are_cut(slurm, tmp_path, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.slurm.launcher.MAX_ARRAY", 2)
-    submit(study(tmp_path / "runs", seeds(5), launch=Slurm(array_parallelism=1)), quiet)
-    assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%1", "0-1%1", "0-0%1"]
-
-
 @pytest.mark.parametrize(("limit", "parameters"), [(2, "(null)"), (1001, "bf_interval=2,max_array_tasks=2")])
 def test_arrays_are_as_long_as_the_site_allows(slurm, tmp_path, limit, parameters):
     slurm.set(max_array=limit, parameters=parameters)
     submit(study(tmp_path / "runs", seeds(5), launch=SLURM), quiet)
     assert [job["flags"]["array"] for job in slurm.jobs().values()] == ["0-1%2", "0-1%2", "0-0%1"]
-
-
-def test_variables_of_a_shell_do_not_override_the_batch_file(slurm, tmp_path, monkeypatch):
-    for name in ("JOB_NAME", "PARTITION", "TIMELIMIT", "SIGNAL", "EXPORT", "ARRAY_INX", "WAIT", "ACCOUNT", "QOS"):
-        monkeypatch.setenv(f"SBATCH_{name}", "theirs")
-    # srun's own win over what a job asks for; the last one is of a job with a container.
-    for name in ("MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK", "SRUN_CONTAINER", "TITANLAB_SCONTROL"):
-        monkeypatch.setenv(name, "1")
-    launch = Slurm(account="mine", environment={"MASTER_PORT": "29500"})
-    submit(study(tmp_path / "runs", seeds(1), launch=launch), quiet)
-    (job,) = slurm.jobs().values()
-    # On whose behalf is a matter of the shell's, where launch does not say it.
-    assert [name for name in job["environment"] if name.startswith(("SBATCH_", "MASTER_", "SRUN_", "TITANLAB_S"))] == [
-        "SBATCH_QOS"
-    ]
-    assert "export MASTER_PORT=29500" in job["script"].splitlines()
 
 
 def test_an_answer_of_sbatch_that_is_lost_is_found_in_the_queue(slurm, tmp_path):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.sweep.made import Made, begin, end, word
+from tests.sweep.made import begin, end, word
 from tests.sweep.studies import seeds, study
 from titanlab.errors import ConfigError
 from titanlab.launch import JobShape, Submission, drop_submission, write_submission
@@ -15,7 +15,7 @@ from titanlab.launch.submission import claim_sweep
 from titanlab.recipe import to_mapping
 from titanlab.records import RunFolder, create_run
 from titanlab.sweep import SweepFolder, find_run_or_sweep, open_sweep
-from titanlab.sweep.enqueue import standing, supersede
+from titanlab.sweep.submit import standing, supersede
 from titanlab.sweep.sweep_folder import jobs_of
 
 
@@ -122,25 +122,11 @@ def test_one_process_at_a_time_submits(folder):
         pass
 
 
-@pytest.fixture
-def made(tmp_path):
-    return Made(tmp_path / "runs")
-
-
 def stands(made, run, said=None):
     """The standing, where the scheduler says a word of the run's latest job; None: it does not know the job."""
     job = jobs_of(made.folder, made.folder.submissions()).get(run.path.name)
     states = {(job[0].token, job[1]): word(said)} if job is not None and said is not None else {}
     return standing(run, job, states)
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"), [("done", ("done", "done")), ("oom", ("ended", "oom")), ("preempted", ("ended", "preempted"))]
-)
-def test_a_run_that_was_started_by_hand_stands_by_its_result(made, kind, expected):
-    begin(run := made.run("a"))
-    end(run, kind)
-    assert stands(made, run) == expected
 
 
 def test_a_run_that_is_claimed_runs(made):
@@ -153,35 +139,22 @@ def test_a_run_that_is_claimed_runs(made):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ("pending", ("queued", None)),
-        ("requeued", ("queued", None)),
-        ("running", ("running", None)),
-        # It may still be in the queue: it is not submitted again.
-        ("unknown", ("queued", None)),
-        (None, ("queued", None)),
-        ("ended", ("ended", None)),
-    ],
-)
-def test_a_job_without_a_result_stands_by_the_schedulers_word(made, said, expected):
-    run = made.run("a")
-    made.submit(run)
-    assert stands(made, run, said) == expected
-
-
-@pytest.mark.parametrize("said", [None, "unknown", "pending", "running", "ended"])
-def test_a_run_that_is_done_is_done_whatever_the_scheduler_says(made, said):
-    run = made.run("a")
-    made.submit(run, created=1500.0)
-    begin(run)
-    end(run, ended=1600.0)
-    assert stands(made, run, said) == ("done", "done")
-
-
-@pytest.mark.parametrize(
     ("kind", "ended", "said", "expected"),
     [
+        # Started by hand: its result counts.
+        ("done", 2000.0, "no job", ("done", "done")),
+        ("oom", 2000.0, "no job", ("ended", "oom")),
+        ("preempted", 2000.0, "no job", ("ended", "preempted")),
+        # Without a result, the scheduler's word counts.
+        (None, None, "pending", ("queued", None)),
+        (None, None, "requeued", ("queued", None)),
+        (None, None, "running", ("running", None)),
+        # It may still be in the queue: it is not submitted again.
+        (None, None, "unknown", ("queued", None)),
+        (None, None, None, ("queued", None)),
+        (None, None, "ended", ("ended", None)),
+        # A run that is done is done, whatever the scheduler says.
+        *(("done", 1600.0, said, ("done", "done")) for said in (None, "unknown", "pending", "running", "ended")),
         # The scheduler has forgotten a job that was cancelled in the queue.
         ("cancelled", 2000.0, "unknown", ("ended", "cancelled")),
         ("oom", 2000.0, None, ("ended", "oom")),
@@ -198,12 +171,14 @@ def test_a_run_that_is_done_is_done_whatever_the_scheduler_says(made, said):
         ("oom", 2000.0, "running", ("running", None)),
     ],
 )
-def test_a_result_counts_where_the_scheduler_knows_nothing(made, kind, ended, said, expected):
+def test_a_run_stands_by_its_result_and_by_the_schedulers_word(made, kind, ended, said, expected):
     run = made.run("a")
-    made.submit(run, created=1500.0)
-    begin(run)
-    end(run, kind, ended=ended)
-    assert stands(made, run, said) == expected
+    if said != "no job":
+        made.submit(run, created=1500.0)
+    if kind is not None:
+        begin(run)
+        end(run, kind, ended=ended)
+    assert stands(made, run, None if said == "no job" else said) == expected
 
 
 def test_a_run_is_put_aside_under_the_next_number(made):

@@ -10,7 +10,6 @@ import pytest
 from tests.until import until
 from titanlab.system import Console, Progress, error_line
 from titanlab.system.progress import plain_line
-from titanlab.system.terminal import Phase
 
 TERMINAL = {"TERM": "xterm-256color"}
 ROWS = [("model", "llama [debug]"), ("parameters", "5,769,472"), ("folder", "runs/single/toy-abcd1111")]
@@ -342,21 +341,3 @@ def test_error_line_is_one_line():
     coloured = Terminal()
     error_line("no", errors=coloured, environ=TERMINAL)
     assert coloured.getvalue() == "\x1b[31merror:\x1b[0m no\n"
-
-
-def test_no_thread_of_an_earlier_phase_is_left():
-    """One that draws when its phase ends is waited for, though another phase has begun since."""
-    drawing, may_end = threading.Event(), threading.Event()
-
-    def tick():
-        drawing.set()
-        may_end.wait(5)
-
-    phase = Phase(tick)
-    phase.begin("first")
-    assert drawing.wait(5)
-    phase.begin(None)
-    phase.begin("second")
-    threading.Timer(0.1, may_end.set).start()
-    phase.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "terminal"]

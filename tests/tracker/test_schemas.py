@@ -28,7 +28,7 @@ def test_every_kind_is_found_and_has_its_yaml_of_fields_that_are_there():
 
 
 def test_no_tracker_imports_what_it_tracks_with():
-    modules = "trackers_schema tensorboard wandb wandb_writer contract".split()
+    modules = "trackers_schema tensorboard wandb contract".split()
     code = (
         f"import importlib, sys\nfor name in {modules}: importlib.import_module('titanlab.techniques.tracker.' + name)\n"
         "print([name for name in ('torch', 'wandb', 'tensorboard') if name in sys.modules])"

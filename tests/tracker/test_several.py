@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests import tiny
 from tests.sweep.made import Made, end
 from tests.tracker.test_wandb import inspect
-from tests.training.recording.test_rebuild import again
+from tests.train.recording.test_rebuild import again
 from titanlab.errors import ConfigError
 from titanlab.options import PLUS, combination
 from titanlab.recipe import from_mapping, to_mapping

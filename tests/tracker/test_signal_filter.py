@@ -17,7 +17,7 @@ sys.stdin.readline()
 """
 FILTERS = """
 import os, signal, sys
-from titanlab.techniques.tracker.wandb_writer import ignore_signals
+from titanlab.techniques.tracker.wandb import ignore_signals
 print(ignore_signals([signal.SIGTERM]), flush=True)
 os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
 """

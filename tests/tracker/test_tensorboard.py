@@ -1,7 +1,5 @@
 """tracker=tensorboard: event files that TensorBoard reads, and trouble that stays its own."""
 
-import time
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -45,30 +43,6 @@ def test_a_resumed_run_hides_the_rows_that_no_longer_count(tmp_path):
     second.log(3, {"loss": 2.0})
     second.finish({})
     assert [(row.step, row.value) for row in read(tmp_path).Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
-
-
-@pytest.mark.parametrize("earlier", ["zz", *(pytest.param(name, marks=pytest.mark.full) for name in ("9", "99"))])
-def test_files_of_one_second_are_read_in_the_order_of_their_attempts(tmp_path, earlier):
-    """TensorBoard sorts event files by name: second, host, process, number."""
-    first = open_tracker(TensorBoard(), a_run(tmp_path), warn=pytest.fail)
-    first.log(3, {"loss": 1.0})
-    first.finish({})
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    now = int(time.time())
-    file.rename(file.with_name(f"events.out.tfevents.{now:010d}.{earlier}.1.0"))
-    second = open_tracker(TensorBoard(), a_run(tmp_path, attempt=2, resumed_step=2), warn=pytest.fail)
-    second.log(3, {"loss": 2.0})
-    second.finish({})
-    assert [(row.step, row.value) for row in read(tmp_path).Scalars("loss")] == [(3, 2.0)]
-
-
-def test_a_clock_that_is_behind_is_not_waited_for(tmp_path):
-    folder = tmp_path / "tensorboard"
-    folder.mkdir()
-    (folder / f"events.out.tfevents.{int(time.time()) + 3600:010d}.host.1.0").touch()
-    begin = time.monotonic()
-    open_tracker(TensorBoard(), a_run(tmp_path, attempt=2, resumed_step=2), warn=pytest.fail).finish({})
-    assert time.monotonic() - begin < 60
 
 
 def test_trouble_costs_one_warning(tmp_path):

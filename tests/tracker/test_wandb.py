@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.until import until
-from titanlab.techniques.tracker import wandb_writer
+from titanlab.techniques.tracker import wandb as writer
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, TrackedRun, open_tracker, read_record
 from titanlab.techniques.tracker.trackers_schema import Jsonl, Wandb
 
@@ -438,11 +438,11 @@ def pipe(monkeypatch):
     """`pipe(bytes)`: all messages that the writer reads to the end of the pipe, and its timers."""
     timers = []
     made = SimpleNamespace(start=lambda: None)
-    monkeypatch.setattr(wandb_writer.threading, "Timer", lambda seconds, action: timers.append(seconds) or made)
+    monkeypatch.setattr(writer.threading, "Timer", lambda seconds, action: timers.append(seconds) or made)
 
     def messages(content):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-        waiting, found = wandb_writer._messages(), []
+        waiting, found = writer._messages(), []
         while (message := waiting.get(timeout=10)) is not None:
             found.append(message)
         # A timer that is made after the test would end this process.
@@ -458,10 +458,10 @@ def test_a_training_that_dies_while_it_writes_a_line_has_ended_the_pipe(pipe, to
     found, timers = pipe(b'{"log": {"step": 1}}\n' + torn)
     assert found == [{"log": {"step": 1}}]
     # A wandb that hangs after this is ended too.
-    assert timers == [wandb_writer._ORPHAN_SECONDS]
+    assert timers == [writer._ORPHAN_SECONDS]
 
 
 def test_rows_are_dropped_while_wandb_hangs_and_the_end_is_not(pipe, monkeypatch):
-    monkeypatch.setattr(wandb_writer, "_MOST_ROWS", 0)
+    monkeypatch.setattr(writer, "_MOST_ROWS", 0)
     found, _ = pipe(b'{"start": {}}\n{"log": {}}\n{"log": {}}\n{"finish": {}}\n')
     assert found == [{"start": {}}, {"finish": {}}]

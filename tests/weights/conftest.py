@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from titanlab.train.weights_folder import TensorEntry
+from titanlab.train.weights import TensorEntry
 
 FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 

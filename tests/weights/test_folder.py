@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,23 +16,17 @@ from titanlab.errors import ConfigError
 from titanlab.techniques.model.contract import Foreign
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
 from titanlab.train import left_out
-from titanlab.train import weights_folder as module
-from titanlab.train.weights_folder import (
-    CHUNK_BYTES,
+from titanlab.train import weights as module
+from titanlab.train.weights import (
     SafetensorsSource,
     TensorEntry,
     biases_of,
-    check_entries,
-    chunks,
     in_halves,
     in_pairs,
     indexed_files,
     is_weights_folder,
-    model_of,
     open_weights,
     read_entries,
-    read_object,
-    usual_dtype,
 )
 
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}
@@ -91,7 +84,7 @@ def test_rows_are_put_in_pairs_and_back():
 def test_the_format_of_most_tensors_is_the_usual_one():
     def of(*dtypes):
         entries = {str(number): TensorEntry(dtype=dtype, shape=()) for number, dtype in enumerate(dtypes)}
-        return usual_dtype(SafetensorsSource(model=None, entries=entries, places={}, foreign={}))
+        return SafetensorsSource(model=None, entries=entries, places={}, foreign={}).usual_dtype
 
     assert of("F32", "BF16", "BF16") == "bfloat16"
     # Of as many tensors in both, always the same.
@@ -105,7 +98,7 @@ def test_a_tensor_is_cut_into_bounded_boxes_of_whole_heads(shape, rows, most):
     shape = (shape[0] * rows, *shape[1:])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "CHUNK_BYTES", most)
-        found = list(chunks(TensorEntry(dtype="F32", shape=shape), rows=rows))
+        found = list(TensorEntry(dtype="F32", shape=shape).chunks(rows=rows))
     width = 4 * torch.Size(shape[1:]).numel()
     at = 0
     for offsets, sizes in found:
@@ -115,12 +108,6 @@ def test_a_tensor_is_cut_into_bounded_boxes_of_whole_heads(shape, rows, most):
         assert sizes[0] == rows or sizes[0] * width <= most
         at += sizes[0]
     assert at == shape[0]
-
-
-def test_pieces_of_a_large_table_are_as_large_as_they_may_be():
-    entry = TensorEntry(dtype="BF16", shape=(128256, 16384))
-    assert entry.nbytes == 2 * 128256 * 16384
-    assert {sizes[0] * 16384 * 2 for _, sizes in list(chunks(entry, rows=128))[:-1]} == {CHUNK_BYTES}
 
 
 def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
@@ -139,8 +126,6 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
     ("content", "rule"),
     [
         (None, "is missing; fetch the file again"),
-        (b"", "cannot be read ("),
-        (b"\xff" * 100, "cannot be read ("),
         (b"\x02\0\0\0\0\0\0\0[]", "cannot be read ("),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, and not the file;"),
         ("a pipe", "is no regular file; fetch the file again"),
@@ -154,30 +139,6 @@ def test_a_damaged_file_is_one_line(tmp_path, content, rule):
     elif content is not None:
         path.write_bytes(content)
     assert refusal(read_entries, {path: None}, "init_from").startswith(f"init_from={path}: {rule}")
-
-
-@pytest.mark.parametrize(
-    ("expected", "said"),
-    [
-        ({"a": (2, 3), "b": ()}, None),
-        ({"a": (2, 3)}, "b is a single number, not absent"),
-        ({"a": (2, 3), "b": (), "c": (4,)}, "c is absent, not 4"),
-        ({"a": (3, 2), "b": ()}, "a is 2×3, not 3×2"),
-        ({"a": (2, 3, 1), "b": ()}, "a is 2×3, not 2×3×1"),
-    ],
-)
-def test_a_tensor_that_does_not_fit_its_config_is_named(expected, said):
-    given = (
-        Path("here"),
-        "x",
-        expected,
-        {"a": TensorEntry(dtype="F32", shape=(2, 3)), "b": TensorEntry(dtype="BF16", shape=())},
-    )
-    if said is None:
-        check_entries(*given)
-        return
-    rule = f"its config and its tensors disagree: {said}; fetch the folder again, whole"
-    assert refusal(check_entries, *given) == f"x=here: {rule}"
 
 
 def made(folder, **changed):
@@ -236,13 +197,6 @@ def test_a_damaged_manifest_is_one_line(tmp_path, name):
     assert reason in refusal(open_weights, tmp_path, "x")
 
 
-def test_a_model_is_made_of_plain_values():
-    assert model_of(PLAIN) == MODEL
-    for error, values in ((KeyError, {}), (TypeError, {"kind": "llama", "no_such": 1}), (ConfigError, {"kind": "x"})):
-        with pytest.raises(error):
-            model_of(values)
-
-
 def test_the_files_of_an_index_are_each_named_once(tmp_path):
     def index(**places):
         (tmp_path / "index.json").write_text(json.dumps({"weight_map": places}))
@@ -268,20 +222,6 @@ def test_an_index_of_other_files_is_refused(tmp_path, places):
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": places}))
     said = refusal(indexed_files, tmp_path, "index.json", "one", "k")
     assert said == f"k={tmp_path}/index.json: names no files of this folder; fetch the file again"
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b"1" * 5000, b"[]", b"null", None, ...])
-def test_what_is_not_an_object_is_one_line(tmp_path, content):
-    path = tmp_path / "a.json"
-    if content is None:
-        assert refusal(read_object, path, "x") == f"x={tmp_path}: has no a.json; name a folder that has one"
-        return
-    if content is ...:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
-    rule = "holds no JSON object;" if content in (b"[]", b"null") else "cannot be read ("
-    assert refusal(read_object, path, "x").startswith(f"x={path}: {rule}")
 
 
 BIASED = Mixtral(**{**SIZES, "layers": 2}, experts=4, active_experts=2, balance="bias")

@@ -21,7 +21,8 @@ from titanlab.errors import ConfigError
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
 from titanlab.train import check_beginning, start_fingerprint
 from titanlab.train import starting_weights as module
-from titanlab.train.starting_weights import check_start, fill_start, open_folder
+from titanlab.train.starting_weights import fill_start
+from titanlab.train.weights import open_folder
 
 SIZES = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": 256}
 BIASED = Mixtral(**SIZES, experts=4, active_experts=2, balance="bias")
@@ -69,12 +70,12 @@ def test_weights_and_a_position_cannot_both_be_the_start(tmp_path):
 def test_another_model_is_refused_with_the_value_that_it_has(tmp_path, change, rule):
     recipe, path = theirs(tmp_path)
     other = replace(recipe, model=replace(recipe.model, **change))
-    assert refusal(check_start, other).startswith(f"init_from={path}: is of another model: {rule}")
+    assert refusal(check_beginning, other).startswith(f"init_from={path}: is of another model: {rule}")
 
 
 def test_a_model_of_another_kind_is_refused(tmp_path):
     recipe, path = theirs(tmp_path)
-    said = refusal(check_start, replace(recipe, model=BIASED))
+    said = refusal(check_beginning, replace(recipe, model=BIASED))
     assert said.startswith(f"init_from={path}: is a model of another kind: llama, and the recipe's is mixtral; ")
 
 
@@ -91,7 +92,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 def test_a_missing_folder_may_be_a_model_of_the_hub(tmp_path, monkeypatch, text, cure):
     monkeypatch.chdir(tmp_path)
     recipe = replace(tiny.recipe(tmp_path), init_from=text)
-    assert refusal(check_start, recipe) == f"init_from={text}: there is no such folder; {cure}"
+    assert refusal(check_beginning, recipe) == f"init_from={text}: there is no such folder; {cure}"
 
 
 def test_the_run_is_found_from_within_its_folder_and_by_a_link(run, tmp_path, monkeypatch):
@@ -101,7 +102,7 @@ def test_the_run_is_found_from_within_its_folder_and_by_a_link(run, tmp_path, mo
     monkeypatch.chdir(begun.checkpoints)
     for text in ("step-00000001", str(tmp_path / "good")):
         other = replace(recipe, init_from=text, model=replace(recipe.model, norm_eps=1e-6))
-        assert "is of another model: norm_eps is 1e-05 there and 1e-06 here" in refusal(check_start, other)
+        assert "is of another model: norm_eps is 1e-05 there and 1e-06 here" in refusal(check_beginning, other)
 
 
 def test_a_checkpoint_outside_of_a_run_is_judged_by_its_shapes(run, tmp_path):
@@ -109,15 +110,15 @@ def test_a_checkpoint_outside_of_a_run_is_judged_by_its_shapes(run, tmp_path):
     alone = tmp_path / "a" / "b" / "step-00000001"
     shutil.copytree(begun.checkpoints / "step-00000001", alone)
     # Without a config.yaml nobody knows the eps.
-    check_start(replace(recipe, init_from=str(alone), model=replace(recipe.model, norm_eps=1e-6)))
+    check_beginning(replace(recipe, init_from=str(alone), model=replace(recipe.model, norm_eps=1e-6)))
     other = replace(recipe, init_from=str(alone), model=replace(recipe.model, ffn_dim=100))
-    assert "is 192×64 there and 100×64 here" in refusal(check_start, other)
+    assert "is 192×64 there and 100×64 here" in refusal(check_beginning, other)
 
 
 def test_a_run_with_a_damaged_model_is_one_line(run):
     recipe, begun = run
     (begun.path / "config.yaml").write_text("model: {kind: llama}\n")
-    said = refusal(check_start, replace(recipe, init_from=str(begun.path)))
+    said = refusal(check_beginning, replace(recipe, init_from=str(begun.path)))
     assert said.startswith(f"init_from={begun.path}: its config.yaml has no model (")
 
 
@@ -219,4 +220,4 @@ def test_an_older_field_of_the_model_may_be_absent_in_the_run_s_config(run):
     assert "attention:" in text
     kept = [line for line in text.splitlines(keepends=True) if not line.startswith("  attention:")]
     (begun.path / "config.yaml").write_text("".join(kept))
-    check_start(replace(recipe, init_from=str(begun.path)))
+    check_beginning(replace(recipe, init_from=str(begun.path)))

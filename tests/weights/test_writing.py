@@ -30,14 +30,14 @@ from titanlab.train import (
     from_folder,
     from_run,
     is_weights,
-    weights_folder,
+    weights,
     whole_folder,
     write_hf,
     write_ours,
 )
-from titanlab.train.hub_folders import open_hf
-from titanlab.train.weights_folder import TensorEntry, in_halves, open_weights
-from titanlab.train.weights_tensors import SafetensorsWriter, fill, split_in_files, write_weights
+from titanlab.train.initialise import fill
+from titanlab.train.interchange import write_weights
+from titanlab.train.weights import in_halves, open_hf, open_weights
 
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}
 STRETCHED = {"rope_factor": 8.0, "rope_original_context": 1024}
@@ -78,23 +78,6 @@ def test_files_are_bounded_and_have_an_index(tmp_path):
     assert index == {"metadata": {"total_size": 58}, "weight_map": {"a": names[0], "b": names[1]}}
 
 
-@pytest.mark.parametrize(
-    ("sizes", "most", "groups"),
-    [
-        ({}, 8, []),
-        ({"a": 1, "b": 2}, 12, [["a", "b"]]),
-        ({"a": 1, "b": 2}, 11, [["a"], ["b"]]),
-        ({"a": 1, "b": 9, "c": 1}, 8, [["a"], ["b"], ["c"]]),
-        ({"a": 0, "b": 2, "c": 0}, 8, [["a", "b", "c"]]),
-    ],
-)
-def test_tensors_are_shared_among_files_in_their_order(sizes, most, groups):
-    entries = {name: TensorEntry(dtype="F32", shape=(size,)) for name, size in sizes.items()}
-    files = split_in_files(entries, most=most, stem="w")
-    assert list(files.values()) == groups
-    assert len(groups) != 1 or list(files) == ["w.safetensors"]
-
-
 def test_the_digest_is_of_names_shapes_formats_and_contents(tmp_path):
     first = written(tmp_path / "1", Tensors(a=A, b=B))
     hashes = [
@@ -111,7 +94,7 @@ def test_the_digest_is_of_names_shapes_formats_and_contents(tmp_path):
 
 
 def test_large_tensors_are_read_in_pieces_of_whole_heads(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights_folder, "CHUNK_BYTES", 24)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 24)
     rows = torch.arange(16.0).view(8, 2)
     source = Tensors(a=A, wq=rows)
     written(tmp_path / "c", source, foreign={"wq": Foreign(name="q", head=4)})
@@ -145,22 +128,8 @@ def test_numbers_are_cast_and_those_that_the_format_makes_infinite_are_refused(t
     assert torch.equal(read(tmp_path / "d")["a"], infinite.half())
 
 
-def test_a_file_that_is_not_whole_is_an_error_and_one_that_is_there_is_not_touched(tmp_path):
-    entries = {"x": TensorEntry(dtype="F32", shape=(3,))}
-    with (
-        pytest.raises(RuntimeError, match="^8 bytes of .*a were not"),
-        SafetensorsWriter(tmp_path / "a", entries) as file,
-    ):
-        file.write(torch.zeros(1))
-    # An error that is under way says more.
-    with pytest.raises(KeyError), SafetensorsWriter(tmp_path / "b", entries):
-        raise KeyError
-    with pytest.raises(FileExistsError):
-        SafetensorsWriter(tmp_path / "a", {})
-
-
 def test_a_stage_reads_its_own_parameters_only_and_casts_them(monkeypatch):
-    monkeypatch.setattr(weights_folder, "CHUNK_BYTES", 36)
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 36)
     source = Tensors(**{"layers.0.weight": A, "layers.1.weight": A / 3, "norm.weight": B})
     stage = nn.ModuleDict({"layers": nn.ModuleDict({"1": nn.Linear(3, 4, bias=False, dtype=torch.bfloat16)})})
     parameter = stage["layers"]["1"].weight

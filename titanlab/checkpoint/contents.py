@@ -1,25 +1,158 @@
-"""What checkpoints contain, read and checked without torch and without tensors; the rows of their list."""
+"""What checkpoints contain: position.json, and checks that need neither torch nor tensors; the rows of their list."""
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+import msgspec
+from msgspec import Meta, Struct, structs
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import BlockReader
 from titanlab.checkpoint.folders import ASIDE, DAMAGED, damaged, earlier_hint, find, step_named
-from titanlab.checkpoint.position import MOST_BYTES, POSITION, SavedPosition, check_files, read_position
-from titanlab.checkpoint.storage import INDEX, PART, DamagedFile, folder_at, one_line
+from titanlab.checkpoint.storage import (
+    INDEX,
+    PART,
+    BlockReader,
+    DamagedCheckpoint,
+    DamagedFile,
+    folder_at,
+    one_line,
+    parsed,
+)
 from titanlab.errors import ConfigError
+from titanlab.system import counted
 from titanlab.techniques.optimizer.optimizers_schema import CODES
 
 if TYPE_CHECKING:
     from titanlab.checkpoint.index import CheckpointIndex
     from titanlab.checkpoint.reader import Reader
+
+POSITION = "position.json"
+# A file of 512 ranks on GPUs has about a fifteenth of this size.
+MOST_BYTES = 1 << 28
+
+_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+# The range of torch's numbers: JSON's 1e400 would be infinite.
+_Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(gt=-(2.0**63), lt=2.0**63)]
+_FileName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\x00]+\Z")]
+_StateName = Annotated[str, Meta(pattern=r"^(cpu|python|numpy|cuda)\Z")]
+_Rank = Annotated[int, Meta(ge=0, lt=10**9)]
+# The largest state of a generator, as JSON, takes 8 KiB.
+_State = Annotated[bytes, Meta(max_length=1 << 16)]
+
+
+class Position(Struct, frozen=True, kw_only=True):
+    """A run's progress without its tensors.
+
+    Attributes:
+        step: optimizer steps done.
+        tokens: labels that have counted so far.
+        data: state of the data stream.
+        tracker: the run's id in the tracker.
+        layout: degrees of the layout that saved the checkpoint, for users.
+        loss_scale: state of the loss scale, see `titanlab.techniques.precision.cast`; empty without loss scaling.
+        routing: by block, state of the balance of its experts, see `titanlab.train.totals`; empty without experts.
+    """
+
+    step: _Count = 0
+    tokens: _Count = 0
+    data: dict[str, Any] = {}  # the stream that resumes checks the rest
+    tracker: str | None = None
+    layout: dict[str, _Count] = {}
+    loss_scale: dict[str, _Number] = {}
+    routing: dict[str, list[_Number]] = {}
+
+
+class SavedPosition(Position, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of position.json; msgspec checks types and ranges while it parses.
+
+    Attributes:
+        parameters: shapes of the model's parameters, by name.
+        files: sizes in bytes of the checkpoint's files of tensors, by name.
+        generators: states of the random generators, by rank and by name; empty in a folder of `export --format dcp`.
+        recipe: SHA-256 of the identity of the run that saved the checkpoint; None: not known.
+        contents: `model` if the optimizer is missing; None: the checkpoint has everything.
+    """
+
+    step: _Count
+    recipe: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")] | None = None
+    parameters: dict[str, list[_Count]]
+    files: dict[_FileName, _Count] = {}
+    generators: dict[_Rank, dict[_StateName, _State]] = {}
+    contents: Literal["model"] | None = None
+
+    @property
+    def position(self) -> Position:
+        return Position(**{name: getattr(self, name) for name in Position.__struct_fields__})
+
+
+def position_bytes(saved: SavedPosition) -> bytes:
+    content = structs.asdict(saved)
+    if not saved.routing:
+        del content["routing"]
+    if saved.contents is None:
+        del content["contents"]
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
+def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | None = None) -> SavedPosition:
+    """Read position.json, or check its content, if that has been read already.
+
+    Raises:
+        DamagedCheckpoint: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
+    """
+    with _usable(checkpoint, key, POSITION, cure):
+        content = folder_at(checkpoint).read(POSITION, MOST_BYTES) if content is None else content
+        file = parsed(content, SavedPosition, POSITION)
+    step = step_named(checkpoint)
+    if step not in (None, file.step):
+        rule = f"its {POSITION} is of step {file.step}, and the folder's name says {step}"
+        raise DamagedCheckpoint(key, checkpoint, rule, cure)
+    return file
+
+
+def check_progress(
+    position: Position, *, steps: int, tokens_per_step: int, global_batch: int, checkpoint: Place, key: str, cure: str
+) -> None:
+    """Check that the position of a run's own checkpoint is possible in its recipe.
+
+    Args:
+        steps: of the run.
+        tokens_per_step, global_batch: labels and sequences of a step; 0 if the run started from another checkpoint.
+
+    Raises:
+        DamagedCheckpoint: the position has more steps than the run, or its tokens or samples do not fit its step.
+    """
+    step, tokens, samples = position.step, position.tokens, position.data.get("samples")
+    rule = None
+    if step > steps:
+        rule = f"is of step {step}, and the run has {counted(steps, 'step')}"
+    elif step and not position.data:
+        rule = f"its {POSITION} has no position in the data"
+    elif global_batch and tokens > step * tokens_per_step:
+        most = step * tokens_per_step
+        rule = f"its {POSITION} has tokens={tokens}, and {step} steps of this run have {most} at most"
+    # Rollbacks skip the samples of whole steps, so more samples are possible.
+    elif global_batch and isinstance(samples, int) and (samples < step * global_batch or samples % global_batch):
+        rule = f"its {POSITION} has data.samples={samples}, and {step} steps of this run take {step * global_batch}"
+    if rule is not None:
+        raise DamagedCheckpoint(key, checkpoint, rule, cure)
+
+
+def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: str) -> None:
+    """Check that a checkpoint's files have the sizes that they had when it was saved."""
+    known = folder_at(checkpoint).sizes(files)
+    for name, size in files.items():
+        if known.get(name) != size:
+            rule = f"has {known[name]} bytes, and had {size} when it was saved" if name in known else "is missing"
+            raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} {rule}", cure)
+
 
 # Prefix of the names of an optimizer's states; a parameter's name follows.
 _STATES = "optimizer.state."
@@ -27,18 +160,19 @@ KEY = "checkpoint.load_from"
 
 
 class Readable(Protocol):
-    """What a run can load: a checkpoint, or a folder of another format that has a position.json too."""
+    """What a run can load: a checkpoint, or a folder of another format that has a position.json too.
+
+    Attributes:
+        names: of all entries.
+    """
 
     @property
-    def saved(self) -> SavedPosition:
-        """The content of position.json."""
+    def saved(self) -> SavedPosition: ...
 
     @property
-    def names(self) -> AbstractSet[str]:
-        """The names of all entries."""
+    def names(self) -> AbstractSet[str]: ...
 
-    def reader(self, checkpoint: Place, key: str) -> Reader:
-        """Reads the tensors."""
+    def reader(self, checkpoint: Place, key: str) -> Reader: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,27 +194,17 @@ class Contents:
 
 
 def read_contents(checkpoint: Place, key: str) -> Contents:
-    """Read a checkpoint's index and position, and check them and the sizes of its other files.
-
-    Raises:
-        DamagedCheckpoint: it is damaged, or has a value that no run saves.
-        ConfigError: it is of a later format.
-    """
+    """Read a checkpoint's index and position, and check them and the sizes of its other files."""
     # Imported here: it needs numpy, and a command that starts a new run reads no index.
     from titanlab.checkpoint.index import PositionSum
 
-    index = indexed(checkpoint, key)
-    try:
+    index, cure = indexed(checkpoint, key), earlier_hint(checkpoint)
+    with _usable(checkpoint, key, POSITION, cure):
         content = folder_at(checkpoint).read(POSITION, MOST_BYTES)
-    except (DamagedFile, OSError) as error:
-        raise _unusable(checkpoint, key, POSITION, error) from error
     if PositionSum.of(content) != index.position:
         raise damaged(checkpoint, key, f"its file {POSITION} has other bytes than were saved")
-    cure = earlier_hint(checkpoint)
     saved = read_position(checkpoint, key, cure=cure, content=content)
-    if saved.files != {file.name: file.size for file in index.files}:
-        raise damaged(checkpoint, key, f"its {POSITION} and its {INDEX} have other files")
-    check_files(checkpoint, saved.files, key, cure=cure)
+    check_files(checkpoint, {file.name: file.size for file in index.files}, key, cure=cure)
     return Contents(saved=saved, entries=index)
 
 
@@ -88,11 +212,25 @@ def indexed(checkpoint: Place, key: str) -> CheckpointIndex:
     from titanlab.checkpoint.index import OtherFormat, read_index
 
     try:
-        return read_index(checkpoint)
+        with _usable(checkpoint, key, INDEX):
+            return read_index(checkpoint)
     except OtherFormat as error:
         raise ConfigError(key, checkpoint, one_line(error), "use the version of titanlab that saved it") from error
-    except (DamagedFile, OSError) as error:
-        raise _unusable(checkpoint, key, INDEX, error) from error
+
+
+@contextlib.contextmanager
+def _usable(checkpoint: Place, key: str, name: str, cure: str | None = None) -> Iterator[None]:
+    """Raise the errors of reading a file as ConfigError, with a cure; None: names the checkpoint before."""
+    try:
+        yield
+    except DamagedFile as error:
+        if cure is None:
+            raise damaged(checkpoint, key, error) from error
+        raise DamagedCheckpoint(key, checkpoint, f"is damaged: {error}", cure) from error
+    except OSError as error:
+        # The file may be whole: the disk or its permissions are at fault.
+        reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
+        raise ConfigError(key, checkpoint, reason, cure or earlier_hint(checkpoint)) from error
 
 
 def check_checkpoint(
@@ -106,10 +244,6 @@ def check_checkpoint(
 
     Returns:
         its position.json.
-
-    Raises:
-        DamagedCheckpoint: it is damaged or would run code.
-        ConfigError: it belongs to another model.
     """
     saved = read(checkpoint, key).saved
     saved_shapes = dict(saved.parameters)
@@ -117,7 +251,10 @@ def check_checkpoint(
     if saved_shapes == declared:
         return saved
     name = next(name for name in [*declared, *saved_shapes] if saved_shapes.get(name) != declared.get(name))
-    shapes = f"{one_line(name)} is {_shape(saved_shapes.get(name))} there and {_shape(declared.get(name))} here"
+    there, here = (
+        one_line("×".join(map(str, known[name]))) if name in known else "absent" for known in (saved_shapes, declared)
+    )
+    shapes = f"{one_line(name)} is {there} there and {here} here"
     raise ConfigError(key, checkpoint, f"is of another model: {shapes}", "choose the model that it was trained as")
 
 
@@ -162,18 +299,6 @@ def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
         raise ConfigError(
             "training.steps", steps, f"the checkpoint {checkpoint} is of step {step} already", f"try {2 * step}"
         )
-
-
-def _unusable(checkpoint: Place, key: str, name: str, error: DamagedFile | OSError) -> ConfigError:
-    if isinstance(error, DamagedFile):
-        return damaged(checkpoint, key, error)
-    # The file may be whole: the disk or its permissions are at fault.
-    reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
-    return ConfigError(key, checkpoint, reason, earlier_hint(checkpoint))
-
-
-def _shape(shape: list[int] | None) -> str:
-    return "absent" if shape is None else one_line("×".join(str(size) for size in shape))
 
 
 def parent_of(load_from: str | None) -> dict[str, Any]:

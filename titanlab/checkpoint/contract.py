@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from titanlab.checkpoint.position import Position
+    from titanlab.checkpoint.contents import Position
     from titanlab.distributed import World
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -177,6 +177,3 @@ class CheckpointConfig(ABC):
             rule = f"no multiple of checkpoint.every={self.every}, so few of these steps would be saved"
             nearest = max(1, round(self.keep_every / self.every)) * self.every
             raise ConfigError("checkpoint.keep_every", self.keep_every, rule, f"try {nearest}")
-
-
-Intervals = CheckpointConfig

@@ -26,6 +26,13 @@ from titanlab.system import StoreFault, parse_json, read_bytes, user_path
 OWNER = "run.json"
 """The object that says which run's checkpoints a folder of a store holds."""
 _MOST_BYTES = 1 << 16
+# The file that lists what a folder of torch.distributed.checkpoint contains: a pickle.
+METADATA = ".metadata"
+# Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.
+ASIDE = ".aside"
+# Suffix of a checkpoint that was found damaged: kept, but not used any more.
+DAMAGED = ".damaged"
+_STEP = re.compile(r"step-([0-9]+)")
 
 
 def checkpoints_of(run: RunFolder) -> Place:
@@ -79,18 +86,6 @@ def claim_place(run: RunFolder) -> None:
     raise ConfigError("checkpoint.folder", place.parent.parent, rule, cure)
 
 
-# The file that lists what a folder of torch.distributed.checkpoint contains: a pickle.
-METADATA = ".metadata"
-# Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.
-ASIDE = ".aside"
-# Suffix of a checkpoint that was found damaged: kept, but not used any more.
-DAMAGED = ".damaged"
-_STEP = re.compile(r"step-([0-9]+)")
-_ANOTHER = "give another checkpoint of the run"
-# For a checkpoint without an earlier one, or for a folder of another tool.
-_COPY = "give another checkpoint, or a whole copy of this one"
-
-
 def step_folder(folder: Place, step: int) -> Place:
     return folder / f"step-{step:08d}"
 
@@ -107,13 +102,9 @@ def step_of(checkpoint: Place) -> int:
 
 
 def checkpoints(folder: Place) -> list[Place]:
-    """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored.
-
-    Raises:
-        StoreFault: the store does not answer, or refuses.
-    """
-    paths = [folder / name for name, counts in folder_at(folder).steps().items() if counts]
-    return sorted((path for path in paths if step_named(path) is not None), key=lambda path: (step_of(path), path.name))
+    """Complete checkpoints in a run's folder of checkpoints, oldest first; anything else there is ignored."""
+    paths = [folder / name for name, counts in folder_at(folder).steps().items() if counts and _STEP.fullmatch(name)]
+    return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 
 def is_checkpoint(path: Place) -> bool:
@@ -151,10 +142,6 @@ def find(text: str, key: str) -> Place:
     """The checkpoint at a path, whose name may be short (`step-8`), or the newest checkpoint of the run at the path.
 
     A path may also be an address in a store: of a checkpoint, or of a run's folder of checkpoints.
-
-    Raises:
-        ConfigError: there is no checkpoint.
-        StoreFault: the store does not answer, or refuses.
     """
     if is_address(text):
         check_address(key, text)
@@ -179,11 +166,7 @@ def find(text: str, key: str) -> Place:
 
 
 def remove(checkpoint: Place) -> OSError | None:
-    """Remove a complete or incomplete checkpoint; of a symbolic link only the link, never its target.
-
-    Returns:
-        the error if it cannot be removed; it is not raised, because an old checkpoint must not end a run.
-    """
+    """Remove a complete or incomplete checkpoint. Returns the error: an old checkpoint must not end a run."""
     try:
         folder_at(checkpoint).remove()
     except OSError as error:
@@ -211,12 +194,7 @@ def put_back(renamed: Iterable[Place]) -> None:
 
 
 def fall_back(error: DamagedCheckpoint) -> str:
-    """Rename a damaged checkpoint, so that the one before it is the run's newest.
-
-    The damaged checkpoint must not keep its name: it would count as one of the newest that a run keeps.
-
-    Returns:
-        a line for the user.
+    """Rename a damaged checkpoint: it would count as one of the newest that a run keeps. Returns a line for the user.
 
     Raises:
         DamagedCheckpoint: there is no checkpoint before it; nothing was changed.
@@ -250,7 +228,9 @@ def earlier_hint(checkpoint: Place) -> str:
         older = before(checkpoint)
     except StoreFault:
         older = None
-    return _COPY if older is None else f"{_ANOTHER}: the one before it is {older}"
+    if older is None:
+        return "give another checkpoint, or a whole copy of this one"
+    return f"give another checkpoint of the run: the one before it is {older}"
 
 
 def damaged(checkpoint: Place, key: str, reason: object) -> DamagedCheckpoint:
@@ -265,11 +245,7 @@ T = TypeVar("T")
 
 
 def read_while_kept(choose: Callable[[], Place], read: Callable[[Place], T], warn: Callable[[str], None]) -> T:
-    """Read the chosen checkpoint; if its run removes it meanwhile (checkpoint.keep), choose again.
-
-    Raises:
-        ConfigError: no checkpoint is left to choose, or the chosen one exists but cannot be read.
-    """
+    """Read the chosen checkpoint; if its run removes it meanwhile (checkpoint.keep), choose again."""
     while True:
         checkpoint = choose()
         try:
@@ -284,9 +260,6 @@ def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tup
     """Find the named run, and the checkpoint if a checkpoint is named.
 
     `RUN/checkpoints/step-00000008` is a checkpoint, `RUN/checkpoints/step-8` the same; `RUN/checkpoints` is the run.
-
-    Raises:
-        ConfigError: no run matches, several match, or the run has no such checkpoint.
     """
     for candidate in (user_path(text), user_path(runs) / text):
         # The unresolved path first: a checkpoint may be a symbolic link to a folder outside the run.

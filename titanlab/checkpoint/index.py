@@ -14,7 +14,6 @@ types and ranges while it parses. Free of torch.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import re
@@ -28,9 +27,16 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import ITEM_BYTES, blocks_of, checksum
-from titanlab.checkpoint.position import parsed
-from titanlab.checkpoint.storage import INDEX, DamagedFile, folder_at, one_line
+from titanlab.checkpoint.storage import (
+    INDEX,
+    ITEM_BYTES,
+    DamagedFile,
+    blocks_of,
+    checksum,
+    folder_at,
+    one_line,
+    parsed,
+)
 
 Ints = npt.NDArray[np.int64]
 # Prevents overflow of 64 bits in the arithmetic of offsets.
@@ -100,7 +106,7 @@ class PositionSum(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
 
 
 class IndexEntry(Struct, forbid_unknown_fields=True):
-    """A tensor in the file."""
+    """A tensor in the file; `IndexedTensor` explains the fields."""
 
     dtype: str
     shape: Annotated[list[_Size], Meta(max_length=32)]
@@ -151,8 +157,7 @@ def index_bytes(
 
 def signed(content: bytes) -> bytes:
     """A JSON object with its checksum as the first key."""
-    body = content[1:]
-    return b'{"checksum":"%016x",' % checksum(body) + body
+    return b'{"checksum":"%016x",' % checksum(content[1:]) + content[1:]
 
 
 def fills(shape: Sequence[int], offsets: Ints, sizes: Ints) -> bool:
@@ -260,28 +265,26 @@ def read_index(checkpoint: Place) -> CheckpointIndex:
         raise DamagedFile(f"its file {INDEX} is no index of a checkpoint")
     if checksum(memoryview(content)[prefix.end() :]) != int(prefix[1], 16):
         raise DamagedFile(f"its file {INDEX} has other bytes than were saved")
-    try:
-        index = parsed(content, IndexFile, INDEX)
-    except DamagedFile:
-        with contextlib.suppress(DamagedFile):
-            _check_format(parsed(content, _FormatOnly, INDEX).format)
-        raise
-    _check_format(index.format)
+    version = parsed(content, _FormatOnly, INDEX).format
+    if version != FORMAT:
+        raise OtherFormat(f"has the format {version}, and this version of titanlab reads {FORMAT}")
+    index = parsed(content, IndexFile, INDEX)
     files = index.files
     for file in files:
         _expect(len(file.checksums) == 8 * blocks_of(file.size), f"one checksum for each block of {file.name}")
     _expect(len({file.name for file in files}) == len(files), "files of different names")
     _expect(not index.objects.keys() & index.tensors.keys(), "different names of tensors and objects")
-    sizes = np.array([file.size for file in files], np.int64)
-    tensors = {name: _tensor(name, tensor, sizes) for name, tensor in index.tensors.items()}
-    ranges = [tensor.chunks[:, :FIRST_OFFSET] for tensor in tensors.values()]
-    _expect(not ranges or not overlap(np.concatenate(ranges)), "chunks whose bytes are apart")
+    tensors = check_tensors(index.tensors, [file.size for file in files])
     return CheckpointIndex(position=index.position, objects=index.objects, tensors=tensors, files=files)
 
 
-def _check_format(version: int) -> None:
-    if version != FORMAT:
-        raise OtherFormat(f"has the format {version}, and this version of titanlab reads {FORMAT}")
+def check_tensors(entries: Mapping[str, IndexEntry], file_sizes: Sequence[int]) -> dict[str, IndexedTensor]:
+    """Check that the chunks of each tensor fill it, and that no two chunks share bytes of the files of these sizes."""
+    sizes = np.array(file_sizes, np.int64)
+    tensors = {name: _tensor(name, entry, sizes) for name, entry in entries.items()}
+    ranges = [tensor.chunks[:, :FIRST_OFFSET] for tensor in tensors.values()]
+    _expect(not ranges or not overlap(np.concatenate(ranges)), "chunks whose bytes are apart")
+    return tensors
 
 
 def _tensor(name: str, entry: IndexEntry, file_sizes: Ints) -> IndexedTensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
+import itertools
 import json
 import os
 from abc import abstractmethod
@@ -24,13 +24,23 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import BLOCK, ITEM_BYTES, BlockReader
 from titanlab.checkpoint.folders import damaged, earlier_hint
 from titanlab.checkpoint.index import BYTES, FILE, START, CheckpointIndex, IndexedTensor, needed_spans
-from titanlab.checkpoint.storage import DamagedFile
-from titanlab.checkpoint.writer import bytes_of, dtype_named
+from titanlab.checkpoint.storage import BLOCK, ITEM_BYTES, BlockReader, DamagedFile
 from titanlab.errors import ConfigError
 from titanlab.records import OutcomeKind, classify, first_line
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, without a copy."""
+    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content).cast("B")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name in the index."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 class Reader(dcp.StorageReader):
@@ -64,18 +74,21 @@ class ShardReader(Reader):
     def planner(self) -> dcp.DefaultLoadPlanner:
         return JsonPlanner()
 
+    # A reader reads one checkpoint, and DCP never chooses this storage by itself.
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass  # A reader reads one checkpoint.
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        entries |= {name: BytesStorageMetadata() for name in self._index.objects}
-        entries |= {
-            name: metadata_of(
-                tensor.dtype, tensor.shape, zip(tensor.offsets.tolist(), tensor.sizes.tolist(), strict=True)
-            )
-            for name, tensor in self._index.tensors.items()
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+            name: BytesStorageMetadata() for name in self._index.objects
         }
+        for name, tensor in self._index.tensors.items():
+            boxes = zip(tensor.offsets.tolist(), tensor.sizes.tolist(), strict=True)
+            entries[name] = metadata_of(tensor.dtype, tensor.shape, boxes)
         return Metadata(state_dict_metadata=entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
@@ -104,36 +117,22 @@ class ShardReader(Reader):
             chunk = tensor.chunks[number]
             key = (int(chunk[FILE]), int(chunk[START]), item.storage_index.fqn, number)
             parts.setdefault(key, []).append(item)
+        # In the order of files and bytes, so that one file is open at a time.
+        ordered = sorted(parts.items(), key=lambda part: part[0])
         try:
-            self._read_parts(sorted(parts.items(), key=lambda part: part[0]), planner)
+            for number, of_file in itertools.groupby(ordered, key=lambda part: part[0][0]):
+                entry = self._index.files[number]
+                with BlockReader(self.checkpoint / entry.name, entry.size, entry.checksums) as file:
+                    try:
+                        for (_, start, name, chunk_number), items in of_file:
+                            self._read_chunk(file, start, self._index.tensors[name], chunk_number, items, planner)
+                    finally:
+                        self.blocks_read += file.blocks_read
         except DamagedFile as error:
             raise damaged(self.checkpoint, self.named_by, error) from error
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """False: DCP never chooses this storage by itself."""
-        return False
-
-    def _read_parts(
-        self, parts: Sequence[tuple[tuple[int, int, str, int], list[ReadItem]]], planner: LoadPlanner
-    ) -> None:
-        """Read chunks in the order of files and bytes, so that one file is open at a time."""
-        current = -1
-        with contextlib.ExitStack() as stack:
-            for (number, start, name, chunk), items in parts:
-                if number != current:
-                    stack.close()
-                    entry = self._index.files[number]
-                    file = stack.enter_context(BlockReader(self.checkpoint / entry.name, entry.size, entry.checksums))
-                    current = number
-                before = file.blocks_read
-                try:
-                    self._read_chunk(file, start, self._index.tensors[name], chunk, items, planner)
-                finally:
-                    self.blocks_read += file.blocks_read - before
 
     def _read_chunk(
         self,
@@ -152,7 +151,13 @@ class ShardReader(Reader):
         if len(items) == 1 and len(spans[0]) == 1:
             target = planner.resolve_tensor(items[0]).detach()
             first, end = spans[0][0]
-            if _takes_bytes(target, dtype, end - first, list(items[0].lengths)):
+            # The bytes of the file may be those of the tensor.
+            if (
+                type(target) is Tensor
+                and target.device.type == "cpu"
+                and (target.dtype, target.shape, target.nbytes) == (dtype, items[0].lengths, end - first)
+                and target.is_contiguous()
+            ):
                 file.read_into(start + first, bytes_of(target))
                 planner.commit_tensor(items[0], target)
                 return
@@ -175,18 +180,6 @@ class ShardReader(Reader):
                 raise ValueError(f"a part of {item.dest_index.fqn} has the shape {list(target.shape)} in the model")
             target.copy_(part)
             planner.commit_tensor(item, target)
-
-
-def _takes_bytes(target: Tensor, dtype: torch.dtype, size: int, lengths: Sequence[int]) -> bool:
-    """Whether the bytes of a file can be read straight into a tensor."""
-    return (
-        type(target) is Tensor
-        and target.device.type == "cpu"
-        and target.dtype == dtype
-        and list(target.shape) == list(lengths)
-        and target.nbytes == size
-        and target.is_contiguous()
-    )
 
 
 def _joined(spans: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
@@ -261,11 +254,12 @@ def load_state(state: dict[str, Any], reader: Reader) -> None:
         if isinstance(failure, ConfigError):
             raise failure from error
         # An error of the machine does not mean a damaged checkpoint.
-        if isinstance(failure, OSError) or classify(failure) in _OF_THE_MACHINE:
+        if isinstance(failure, OSError) or classify(failure) in (
+            OutcomeKind.OOM,
+            OutcomeKind.NODE_FAIL,
+            OutcomeKind.HANG,
+        ):
             raise
         # An error of the planner: the checkpoint lacks an entry, or the entry has another shape.
         rule = f"cannot be read ({first_line(failure)})"
         raise ConfigError(reader.named_by, reader.checkpoint, rule, earlier_hint(reader.checkpoint)) from error
-
-
-_OF_THE_MACHINE = (OutcomeKind.OOM, OutcomeKind.NODE_FAIL, OutcomeKind.HANG)

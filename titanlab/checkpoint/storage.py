@@ -4,6 +4,8 @@ A disk makes a checkpoint complete by a rename, and durable by fsync; fsspec's l
 and makes another copy, so files of a disk are opened directly. A store has no rename, no append, and no folders: a
 folder is the common beginning of names. An object exists completely or not at all, so a checkpoint in a store is
 complete when it has its index, which is written last and removed first.
+
+Files of tensors are written in sequence, with a checksum for each block of 1 MiB, and verified block by block.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import errno
 import importlib
 import os
+import re
 import shutil
 import stat
 import time
@@ -19,6 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
+import xxhash
 
 from titanlab.checkpoint.address_schema import Place, StorePath
 from titanlab.errors import ConfigError
@@ -28,12 +34,34 @@ T = TypeVar("T")
 # The file that lists what a checkpoint contains.
 INDEX = "index.json"
 PART = ".part"
+BLOCK = 1 << 20
+"""Bytes of a block; the last block of a file may be shorter."""
 
+# Small enough to stay in the processor's cache between copying, hashing and writing.
+_BUFFER = 4 * BLOCK
+# The most bytes of one read of a file.
+_MOST_READ = 8 * BLOCK
+# Size of one request to a store: large enough that its latency counts little. Several requests run at once.
+_PIECE = 8 << 20
+_MOST_REQUESTED = 8 * _PIECE
+_PART_BYTES = 64 << 20
+# S3 takes 10,000 parts of one object.
+_MOST_PARTS = 9_000
 # Seconds between attempts at a request. Some packages of stores retry by themselves, but not all.
 _WAITS = (0.3, 1.5)
 # Errors that a retry would not change.
 _CERTAIN = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
 _MOST_TEXT = 200
+
+ITEM_BYTES: Mapping[str, int] = {
+    **dict.fromkeys(("complex128",), 16),
+    **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+}
+"""Bytes of an element, by the dtype's name in torch."""
 
 
 class DamagedFile(ValueError):
@@ -51,6 +79,23 @@ def one_line(text: object) -> str:
     """Text from a file that may be from a stranger, in one line of bounded length."""
     line = " ".join(str(text).split())
     return line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]}…"
+
+
+def parsed(content: bytes, kind: type[T], name: str) -> T:
+    """The content of a JSON file of a checkpoint.
+
+    Raises:
+        DamagedFile: it is not JSON, or a value has the wrong type.
+    """
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at ")
+        where = re.sub(r"^`(key` in `)?\$\.?|`$", "", place)
+        text = f"has {where}: {rule}" if where else f"does not fit ({rule})"
+        raise DamagedFile(f"its {name} {one_line(text)}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedFile(f"its file {name} is no JSON ({one_line(error)})") from error
 
 
 class DiskFolder:
@@ -111,19 +156,12 @@ class DiskFolder:
             DamagedFile: it is missing, is not a regular file, or has more bytes.
             OSError: it cannot be read, but may be undamaged.
         """
-        with open(open_regular(self._path / name), "rb") as file:
+        with open_regular(self._path / name) as file:
             return _bounded(name, read_at_most(file, most_bytes + 1), most_bytes)
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file as a whole, and wait until its content is durable."""
         write_bytes(self._path / name, content, durable=True)
-
-    def tried(self, action: Callable[[], T]) -> T:
-        """The result of an action that writes here; in a store, retries after errors that may be temporary."""
-        return action()
-
-    def check_arrived(self, sizes: Mapping[str, int]) -> None:
-        """Check that a store has all bytes that other hosts have written; on a disk fsync has ensured this."""
 
     def commit(self, final: Place) -> None:
         """Give a checkpoint its name, durably; all its files must be durable."""
@@ -201,13 +239,12 @@ class StoreFolder:
 
     def is_checkpoint(self) -> bool:
         try:
-            size_of(self._path / INDEX)
+            _size_of(self._path / INDEX)
         except FileNotFoundError:
             return False
         return True
 
-    def is_taken(self) -> bool:
-        return self.is_checkpoint()
+    is_taken = is_checkpoint
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
         # One list, because every rank checks every file.
@@ -215,22 +252,24 @@ class StoreFolder:
         return {name: int(objects[name].get("size") or 0) for name in names if name in objects}
 
     def describe(self) -> tuple[int, float]:
-        objects = self.objects().values()
-        return sum(int(about.get("size") or 0) for about in objects), max(map(_modified, objects), default=0.0)
+        size, written = 0, 0.0
+        for about in self.objects().values():
+            size += int(about.get("size") or 0)
+            # Packages of stores have different names for the time of writing.
+            for key in ("LastModified", "last_modified", "updated", "mtime", "created"):
+                time_of = about.get(key)
+                seconds = time_of.timestamp() if isinstance(time_of, datetime) else time_of
+                if isinstance(seconds, (int, float)):
+                    written = max(written, seconds)
+                    break
+        return size, written
 
     def read(self, name: str, most_bytes: int) -> bytes:
         path = self._path / name
-
-        def read(store: Any, name: str) -> bytes:
-            content: bytes = store.cat_file(name, start=0, end=wanted) if wanted else b""
-            check_length(len(content), wanted)
-            return content
-
-        try:
-            wanted = min(size_of(path), most_bytes + 1)
-            return _bounded(name, tried(path, read), most_bytes)
-        except FileNotFoundError:
-            raise DamagedFile(f"its file {name} is missing") from None
+        with _missing_is_damage(name):
+            content = bytearray(min(_size_of(path), most_bytes + 1))
+            _read_range(path, memoryview(content), 0)
+        return _bounded(name, bytes(content), most_bytes)
 
     def put(self, name: str, content: bytes) -> None:
         """Also read it back; StoreFault: the store has kept other bytes."""
@@ -244,10 +283,13 @@ class StoreFolder:
         with _gone_is_fault(self._path / name):
             tried(self._path / name, written)
 
-    def remove(self) -> None:
-        for name in sorted(self.objects(), key=lambda name: (name != INDEX, name)):
-            with contextlib.suppress(FileNotFoundError):
-                tried(self._path / name, lambda store, path: store.rm_file(path))
+    def check_arrived(self, sizes: Mapping[str, int]) -> None:
+        """Check that the store has all bytes that other hosts have written; on a disk fsync ensures this."""
+        stored = self.sizes(sizes)
+        for name, size in sizes.items():
+            if stored.get(name, 0) != size:
+                rule = f"it has {stored.get(name, 0)} bytes of {name}, and {size} were written"
+                raise StoreFault(self._path.address, rule)
 
     def rename(self, to: Place) -> None:
         """Copy the objects in the store, the index last; then remove the originals, the index first."""
@@ -261,22 +303,13 @@ class StoreFolder:
 
     commit = rename
 
-    def check_arrived(self, sizes: Mapping[str, int]) -> None:
-        stored = self.sizes(sizes)
-        for name, size in sizes.items():
-            if stored.get(name, 0) != size:
-                rule = f"it has {stored.get(name, 0)} bytes of {name}, and {size} were written"
-                raise StoreFault(self._path.address, rule)
-
-    def tried(self, action: Callable[[], T]) -> T:
-        with _gone_is_fault(self._path):
-            return _again(action)
+    def remove(self) -> None:
+        for name in sorted(self.objects(), key=lambda name: (name != INDEX, name)):
+            with contextlib.suppress(FileNotFoundError):
+                tried(self._path / name, lambda store, path: store.rm_file(path))
 
 
-Folder = DiskFolder | StoreFolder
-
-
-def folder_at(place: Place) -> Folder:
+def folder_at(place: Place) -> DiskFolder | StoreFolder:
     return StoreFolder(place) if isinstance(place, StorePath) else DiskFolder(place)
 
 
@@ -299,10 +332,18 @@ def tried(path: StorePath, action: Callable[[Any, str], T]) -> T:
     """
 
     def request() -> T:
-        with store_errors(path):
+        with _store_errors(path):
             return action(*filesystem(path))
 
     return _again(request)
+
+
+def written_again(place: Place, write: Callable[[], T]) -> T:
+    """Write a file into a folder; in a store, write it again after errors that may be temporary."""
+    if isinstance(place, Path):
+        return write()
+    with _gone_is_fault(place):
+        return _again(write)
 
 
 def _again(action: Callable[[], T]) -> T:
@@ -318,14 +359,16 @@ def _again(action: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def store_errors(path: StorePath) -> Iterator[None]:
-    """Raise every error of a store as StoreFault, except FileNotFoundError."""
+def _store_errors(path: Place) -> Iterator[None]:
+    """Raise every error of a store as StoreFault, except FileNotFoundError; errors of a disk stay as they are."""
     try:
         yield
     except (FileNotFoundError, StoreFault):
         raise
     # Packages of stores raise their own errors, such as those of botocore, aiohttp and google-auth.
     except Exception as error:
+        if isinstance(path, Path):
+            raise
         raise StoreFault(path.address, _line(error)) from error
 
 
@@ -338,12 +381,20 @@ def _gone_is_fault(path: StorePath) -> Iterator[None]:
         raise StoreFault(path.address, f"it is gone ({_line(error)})") from error
 
 
+@contextlib.contextmanager
+def _missing_is_damage(name: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise DamagedFile(f"its file {name} is missing") from None
+
+
 def _line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
-def size_of(path: StorePath) -> int:
+def _size_of(path: StorePath) -> int:
     """Bytes of an object; raises as `tried`."""
 
     def asked(store: Any, name: str) -> int:
@@ -356,21 +407,19 @@ def size_of(path: StorePath) -> int:
     return tried(path, asked)
 
 
-def _modified(about: Mapping[str, Any]) -> float:
-    """When an object was written. Packages of stores have different names for this time."""
-    for key in ("LastModified", "last_modified", "updated", "mtime", "created"):
-        value = about.get(key)
-        if isinstance(value, datetime):
-            return value.timestamp()
-        if isinstance(value, (int, float)):
-            return float(value)
-    return 0.0
+def _read_range(path: StorePath, target: memoryview, at: int) -> None:
+    """Fill bytes with the range of an object that begins at `at`, in parallel requests; raises as `tried`."""
+    starts = range(at, at + len(target), _PIECE)
+    ends = [min(start + _PIECE, at + len(target)) for start in starts]
 
+    def read(store: Any, name: str) -> None:
+        pieces = store.cat_ranges([name] * len(ends), list(starts), ends, on_error="raise")
+        for start, end, piece in zip(starts, ends, pieces, strict=True):
+            if len(piece) != end - start:
+                raise OSError(f"it has sent {len(piece)} bytes of {end - start}")
+            target[start - at : end - at] = piece
 
-def check_length(got: int, wanted: int) -> None:
-    """Check that a store has sent all bytes of a range that an object has."""
-    if got != wanted:
-        raise OSError(f"it has sent {got} bytes of {wanted}")
+    tried(path, read)
 
 
 def _bounded(name: str, content: bytes, most_bytes: int) -> bytes:
@@ -379,8 +428,8 @@ def _bounded(name: str, content: bytes, most_bytes: int) -> bytes:
     return content
 
 
-def open_regular(path: Path) -> int:
-    """Open a file of a checkpoint for reading. Returns its descriptor.
+def open_regular(path: Path) -> Any:
+    """Open a file of a checkpoint for reading, as bytes.
 
     Symbolic links are not followed: a checkpoint from a stranger must not read files outside of its folder.
 
@@ -406,4 +455,180 @@ def open_regular(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DamagedFile(f"its {path.name} is no file")
-    return descriptor
+    return open(descriptor, "rb")
+
+
+def checksum(content: bytes | bytearray | memoryview) -> int:
+    """XXH3 with 64 bits: 7.7 GB/s on one core, against 2.4 GB/s of zlib.crc32 and twice as many bits."""
+    return xxhash.xxh3_64_intdigest(content)
+
+
+def blocks_of(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+class BlockWriter:
+    """Writes a new file in sequence.
+
+    An object of a store exists only after `finish`, and then completely; an unfinished file of a disk stays.
+
+    Args:
+        size: of the file, as far as it is known: a store needs it for large objects.
+
+    Attributes:
+        size: bytes written so far.
+        checksums: eight bytes, little-endian, for each complete block; for each block after `finish`.
+    """
+
+    def __init__(self, path: Place, size: int = 0) -> None:
+        self._path = path
+        self._file: Any
+        with _store_errors(path):
+            if isinstance(path, StorePath):
+                store, name = filesystem(path)
+                self._file = store.open(name, "wb", block_size=max(_PART_BYTES, -(-size // _MOST_PARTS)))
+            else:
+                # Another host may have made the folder, unseen by this one; or each rank may have its own disk.
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("xb")
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._filled = 0
+        self._is_finished = False
+        self.size = 0
+        self.checksums = bytearray()
+
+    def write(self, content: bytes | memoryview) -> None:
+        rest = memoryview(content)
+        while len(rest):
+            if not self._filled and len(rest) >= _BUFFER:
+                # Without a copy, for which Python would also hold its lock; everything else here releases it.
+                self._put(rest[:_BUFFER])
+                rest = rest[_BUFFER:]
+                continue
+            taken = min(len(rest), _BUFFER - self._filled)
+            self._buffer[self._filled : self._filled + taken] = rest[:taken]
+            self._filled += taken
+            rest = rest[taken:]
+            if self._filled == _BUFFER:
+                self._put(self._buffer)
+                self._filled = 0
+
+    def finish(self) -> None:
+        """Write the buffer, and wait until the whole file is on the disk or in the store."""
+        self._put(self._buffer[: self._filled])
+        self._filled = 0
+        with _store_errors(self._path):
+            if isinstance(self._path, StorePath):
+                self._file.close()
+            else:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        self._is_finished = True
+
+    def __enter__(self) -> BlockWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if isinstance(self._path, Path):
+            self._file.close()
+        elif not (self._is_finished or getattr(self._file, "closed", False)):
+            # Keep the original error, not one of the clean-up. Not every store can discard.
+            with contextlib.suppress(Exception):
+                self._file.discard()
+            # Otherwise a buffered file of fsspec would complete the upload when it is garbage-collected.
+            with contextlib.suppress(AttributeError):
+                self._file.closed = True
+
+    def _put(self, content: memoryview) -> None:
+        """Write whole blocks, or the end of the file."""
+        self.size += len(content)
+        for start in range(0, len(content), BLOCK):
+            self.checksums += checksum(content[start : start + BLOCK]).to_bytes(8, "little")
+        with _store_errors(self._path):
+            self._file.write(content)
+
+
+class BlockReader:
+    """Reads ranges of a file, and verifies each block that holds a part of them.
+
+    A block is read once if the ranges are read in the order of the file and do not overlap.
+
+    Args:
+        size, checksums: the attributes of the `BlockWriter`.
+
+    Attributes:
+        blocks_read: how many blocks were read and verified.
+
+    Raises:
+        DamagedFile: the file is missing, is not a regular file, or has another size.
+    """
+
+    def __init__(self, path: Place, size: int, checksums: bytes | bytearray) -> None:
+        self._path, self._name, self._size, self._checksums = path, path.name, size, checksums
+        # In a store nothing is open.
+        self._file: Any = None
+        if isinstance(path, StorePath):
+            self._most = _MOST_REQUESTED
+            with _missing_is_damage(path.name):
+                actual = _size_of(path)
+        else:
+            self._most = _MOST_READ
+            self._file = open_regular(path)
+            actual = os.fstat(self._file.fileno()).st_size
+        self._edge_number, self._edge = -1, memoryview(b"")
+        self.blocks_read = 0
+        if actual != size:
+            self.__exit__()
+            raise DamagedFile(f"its file {self._name} has {actual} bytes, and had {size} when it was saved")
+
+    def __enter__(self) -> BlockReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill bytes with the range of the file that begins at `start`.
+
+        Raises:
+            DamagedFile: a block differs from the one that was written.
+        """
+        at, stop = start, start + len(target)
+        while at < stop:
+            number, inside = divmod(at, BLOCK)
+            if inside == 0 and stop - at >= BLOCK and number != self._edge_number:
+                # Whole blocks need no copy.
+                count = min((stop - at) // BLOCK, self._most // BLOCK)
+                self._read(number, target[at - start : at - start + count * BLOCK])
+                at += count * BLOCK
+                continue
+            if number != self._edge_number:
+                edge = memoryview(bytearray(min(BLOCK, self._size - number * BLOCK)))
+                self._read(number, edge)
+                self._edge_number, self._edge = number, edge
+            taken = min(len(self._edge) - inside, stop - at)
+            target[at - start : at - start + taken] = self._edge[inside : inside + taken]
+            at += taken
+
+    def verify(self) -> None:
+        """Read and verify all blocks; raises as `read_into`."""
+        buffer = memoryview(bytearray(min(self._most, self._size)))
+        for start in range(0, self._size, self._most):
+            self._read(start // BLOCK, buffer[: min(self._most, self._size - start)])
+
+    def _read(self, number: int, target: memoryview) -> None:
+        if isinstance(self._path, StorePath):
+            with _missing_is_damage(self._name):
+                _read_range(self._path, target, number * BLOCK)
+        else:
+            self._file.seek(number * BLOCK)
+            if self._file.readinto(target) != len(target):
+                raise DamagedFile(f"its file {self._name} is shorter than it was when it was saved")
+        for start in range(0, len(target), BLOCK):
+            block = number + start // BLOCK
+            self.blocks_read += 1
+            expected = int.from_bytes(self._checksums[8 * block : 8 * block + 8], "little")
+            if checksum(target[start : start + BLOCK]) != expected:
+                place = f"in its block {block} of 1 MiB"
+                raise DamagedFile(f"its file {self._name} has other bytes than were saved, {place}")

@@ -1,4 +1,4 @@
-"""A run's checkpoints on disk: one folder per step, complete or absent.
+"""A run's checkpoints: one folder per step, complete or absent.
 
 All ranks write a checkpoint into `step-N.part`. When all files are on the disk, rank 0 renames it to `step-N`, so a
 folder without the suffix is complete. A remote store has no rename: there all ranks write to `step-N`, which is
@@ -15,38 +15,46 @@ The states of the random generators are bytes in position.json, so that no pickl
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor, nn
-from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.contents import Readable, check_optimizer, check_whole, read_contents
+from titanlab.checkpoint.contents import (
+    Position,
+    Readable,
+    SavedPosition,
+    check_optimizer,
+    check_whole,
+    read_contents,
+)
 from titanlab.checkpoint.contract import OnlyModel, Saver, Target
 from titanlab.checkpoint.folders import checkpoints, earlier_hint, remove, remove_unfinished, step_folder, step_of
-from titanlab.checkpoint.position import Position, SavedPosition
-from titanlab.checkpoint.reader import load_state
+from titanlab.checkpoint.index import IndexedFile, IndexEntry
+from titanlab.checkpoint.reader import dtype_named, load_state
 from titanlab.checkpoint.storage import DamagedCheckpoint, folder_at
 from titanlab.checkpoint.writer import (
     CheckpointShard,
     HostBuffer,
-    SavePlannerOfJson,
+    Part,
     Staged,
-    dtype_named,
+    entries_of,
+    flat,
+    parts_of,
     publish,
     shard_of,
+    shared_out,
     stage,
     write,
 )
@@ -77,64 +85,94 @@ def save(
     Raises:
         OSError: the disk is full; the partial checkpoint is removed.
     """
-    planned = begin(target, position, plans=plans, only_model=only_model)
-    complete(planned, planned.stage, target)
+    started = begin(target, position, plans or Plans(), only_model)
+    complete(started, started.stage, target)
     return step_folder(target.folder, position.step)
 
 
-def begin(
-    target: Target, position: Position, *, plans: Plans | None = None, only_model: OnlyModel | None = None
-) -> PlannedSave:
+def begin(target: Target, position: Position, plans: Plans, only_model: OnlyModel | None = None) -> StartedSave:
     """Make the folder of a checkpoint, and agree with all ranks on what each of them writes."""
-    world, final = target.world, step_folder(target.folder, position.step)
-    # Only rank 0 asks the store for the folder.
-    part = world.share(on_all_ranks(world, lambda: make_part(target.folder, final) if world.logs else None))
-    assert part is not None
-    with removed_after_errors(part, world):
-        state = _saved_part(_state(target.model, target.optimizer))
-        if only_model is not None:
-            dtype = only_model.dtype and dtype_named(only_model.dtype)
-            state = {
-                "model": {
-                    name: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
-                    for name, tensor in state["model"].items()
-                }
+
+    def state() -> dict[str, Any]:
+        whole = _saved_part(_state(target.model, target.optimizer))
+        if only_model is None:
+            return whole
+        dtype = only_model.dtype and dtype_named(only_model.dtype)
+        return {
+            "model": {
+                name: tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+                for name, tensor in whole["model"].items()
             }
-        planned = (plans or Plans()).plan(state, part, world)
+        }
+
+    def folder() -> Place:
+        # Remains of earlier saves go first.
+        remove_unfinished(target.folder)
+        return folder_at(target.folder).begin(step_folder(target.folder, position.step).name)
+
+    saved = SavedPosition(
+        **structs.asdict(position),
         # Each pipeline stage has only its own parameters.
-        shapes = [(name, list(parameter.shape)) for name, parameter in target.model.named_parameters()]
-        everyone = world.collect((shapes, generator_states(world)))
-        planned.position = SavedPosition(
-            **structs.asdict(position),
-            parameters=dict(itertools.chain.from_iterable(shapes for shapes, _ in everyone)),
-            files={},
-            generators={rank: states for rank, (_, states) in enumerate(everyone)},
-            recipe=target.recipe,
-            contents=None if only_model is None else "model",
-        )
-    return planned
+        parameters={name: list(parameter.shape) for name, parameter in target.model.named_parameters()},
+        generators={target.world.rank: generator_states(target.world)},
+        recipe=target.recipe,
+        contents=None if only_model is None else "model",
+    )
+    return plans.start(state, folder, saved, target.world)
 
 
-def complete(planned: PlannedSave, staged: Callable[[], Staged], target: Target) -> None:
+def complete(started: StartedSave, staged: Callable[[], Staged], target: Target) -> None:
     """Write a checkpoint, and give it its name. Does not use the model, so another thread may call this.
 
     Args:
         staged: returns this rank's part, or raises the error with which it could not be staged.
         target: as for `begin`; another thread needs its own `world` and `warn`.
-
-    Raises:
-        OSError: the disk is full; the partial checkpoint is removed.
     """
 
     def finish() -> None:
-        final = step_folder(target.folder, planned.position.step)
-        give_name(planned.folder, final)
+        final = step_folder(target.folder, started.saved.step)
+        if started.folder != final:
+            # The folder exists if an earlier attempt saved this step and the run then resumed from an earlier step.
+            failure = remove(final)
+            if failure is not None:
+                raise failure
+            folder_at(started.folder).commit(final)
         target.saved(step_of(final))
         remove_old(target.folder, target.keep, target.keep_every, target.warn)
 
-    with removed_after_errors(planned.folder, target.world):
-        write_and_publish(staged, planned, target.world)
-        on_all_ranks(target.world, lambda: finish() if target.world.logs else None)
+    write_and_publish(staged, started, target.world, finish)
+
+
+def write_and_publish(
+    staged: Callable[[], Staged], started: StartedSave, world: World, finish: Callable[[], None] = lambda: None
+) -> None:
+    """Write every rank's file, then position.json and the index; rank 0 calls `finish` when all are durable."""
+
+    def written() -> tuple[IndexedFile, Mapping[str, str]]:
+        data = staged()
+        return write(data, started.folder), data.objects
+
+    def published() -> None:
+        raise_first([failure for _, failure, _, _ in everyone])
+        files: list[IndexedFile] = []
+        objects: dict[str, str] = {}
+        parameters: dict[str, list[int]] = {}
+        generators: dict[int, dict[str, bytes]] = {}
+        for of_rank, _, own_parameters, own_generators in everyone:
+            assert of_rank is not None
+            files.append(of_rank[0])
+            objects |= of_rank[1]
+            parameters |= own_parameters
+            generators |= own_generators
+        position = structs.replace(started.saved, parameters=parameters, generators=generators)
+        publish(started.folder, position, started.tensors, files, objects)
+        finish()
+
+    with removed_after_errors(started.folder, world):
+        own, failure = attempted(written)
+        # Only to rank 0: the checksums of a large checkpoint take tens of megabytes.
+        everyone = world.collect((own, failure, started.saved.parameters, started.saved.generators))
+        raise_first([world.share(attempted(published)[1] if world.logs else None)], own=failure)
 
 
 def on_all_ranks(world: World, action: Callable[[], T]) -> T:
@@ -173,24 +211,31 @@ def raise_first(failures: Sequence[Exception | None], *, own: Exception | None =
     raise config_error or own or known[0]
 
 
-@dataclass(kw_only=True)
-class PlannedSave:
-    """A save that all ranks have agreed on."""
+@dataclass(frozen=True, kw_only=True)
+class StartedSave:
+    """A save that all ranks have agreed on.
 
-    planner: SavePlannerOfJson
-    plan: SavePlan
-    rank: int
+    Attributes:
+        folder: into which all ranks write.
+        state: flat, as the model and the optimizer have it.
+        shard: the layout of this rank's file.
+        tensors: on rank 0, the index's entries of all ranks.
+        saved: the content of position.json, with the parameters and generators of this rank only.
+    """
+
     folder: Place
-    shards: Sequence[CheckpointShard]
-    position: SavedPosition = field(default_factory=lambda: SavedPosition(step=0, parameters={}))
+    state: Mapping[str, Any]
+    shard: CheckpointShard
+    tensors: dict[str, IndexEntry]
+    saved: SavedPosition
 
     def stage(self, into: HostBuffer | None = None) -> Staged:
-        """Take this rank's part from the model; see `writer.stage`."""
-        return stage(self.plan, self.planner, self.rank, into)
+        """Take this rank's data; see `writer.stage`."""
+        return stage(self.shard, self.state, into)
 
 
 class Plans:
-    """Plans the saves of one run.
+    """Starts the saves of one run, and plans them.
 
     A plan is valid while names, shapes, formats and cuts of the state stay the same on every rank, so it is made once:
     for 405B parameters on 512 ranks planning takes a rank 10 s, and rank 0 minutes (benchmarks/save_planning.py).
@@ -198,20 +243,34 @@ class Plans:
 
     def __init__(self) -> None:
         self._outline: Mapping[str, Any] | None = None
-        self._plan: SavePlan | None = None
-        self._shards: Sequence[CheckpointShard] = ()
+        self._shard: CheckpointShard | None = None
+        self._tensors: dict[str, IndexEntry] = {}
 
-    def plan(self, state: Mapping[str, Any], folder: Place, world: World) -> PlannedSave:
-        """Agree with all ranks on who writes what; `dcp.save` does the same at its beginning."""
-        planner = SavePlannerOfJson()
-        _, failure = attempted(lambda: planner.set_up_planner(dict(state), None, world.logs))
-        outline = None if failure else _outline(planner.state_dict)
-        if not all(world.gather(outline is not None and outline == self._outline)):
-            self._plan, self._shards = _planned_together(planner, world, failure)
-            self._outline = outline
-        assert self._plan is not None
-        plan = planner.finish_plan(self._plan)
-        return PlannedSave(planner=planner, plan=plan, rank=world.rank, folder=folder, shards=self._shards)
+    def start(
+        self, state: Callable[[], Mapping[str, Any]], folder: Callable[[], Place], saved: SavedPosition, world: World
+    ) -> StartedSave:
+        """Agree with all ranks on the folder, and on who writes what.
+
+        Args:
+            state: takes this rank's state.
+            folder: makes the folder into which all ranks write; called on rank 0, which alone asks a store.
+        """
+        entries, failure = attempted(lambda: flat(state()))
+        part, refused = attempted(folder) if world.logs else (None, None)
+        outline = None if entries is None else _outline(entries)
+        fits = outline is not None and outline == self._outline
+        everyone = world.gather((part, refused or failure, fits))
+        part = everyone[0][0]
+        with removed_after_errors(part, world):
+            raise_first([error for _, error, _ in everyone], own=refused or failure)
+            assert part is not None
+            assert entries is not None
+            if not all(fits for _, _, fits in everyone):
+                self._outline = None
+                self._shard, self._tensors = _planned_together(entries, world)
+                self._outline = outline
+        assert self._shard is not None
+        return StartedSave(folder=part, state=entries, shard=self._shard, tensors=self._tensors, saved=saved)
 
 
 def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,85 +283,43 @@ def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
     return outline
 
 
-def _planned_together(
-    planner: SavePlannerOfJson, world: World, failure: Exception | None
-) -> tuple[SavePlan, Sequence[CheckpointShard]]:
-    """This rank's part of a new plan of all ranks; on rank 0 also the layouts of all ranks' files.
+def _planned_together(state: Mapping[str, Any], world: World) -> tuple[CheckpointShard, dict[str, IndexEntry]]:
+    """The layout of this rank's file in a new plan of all ranks; on rank 0 also the index's entries."""
 
-    Args:
-        failure: the error with which this rank could not set up its planner.
-    """
-
-    def local() -> SavePlan:
-        raise_first([failure])
-        return planner.create_local_plan()
-
-    def all_of(gathered: list[tuple[SavePlan | None, Exception | None]]) -> list[SavePlan]:
+    def shared() -> tuple[list[list[Part]], dict[str, IndexEntry]]:
         raise_first([failure for _, failure in gathered])
-        plans, _ = planner.create_global_plan([plan for plan, _ in gathered if plan is not None])
-        shards.extend(shard_of(plan, rank) for rank, plan in enumerate(plans))
-        return plans
+        plans = shared_out([parts or [] for parts, _ in gathered])
+        return plans, entries_of([shard_of(parts, rank) for rank, parts in enumerate(plans)])
 
-    shards: list[CheckpointShard] = []
-    gathered = world.collect(attempted(local))
-    answers: list[tuple[SavePlan | None, Exception | None]] = []
+    gathered = world.collect(attempted(lambda: parts_of(state)))
+    answers: list[tuple[list[Part] | None, Exception | None]] = []
+    tensors: dict[str, IndexEntry] = {}
     if world.logs:
-        plans, error = attempted(lambda: all_of(gathered))
-        answers = [(None, error)] * world.world if plans is None else [(plan, None) for plan in plans]
-    own, error = world.scatter(answers)
-    raise_first([error])
+        planned, failure = attempted(shared)
+        answers = [(None, failure)] * world.world
+        if planned is not None:
+            tensors = planned[1]
+            answers = [(parts, None) for parts in planned[0]]
+    own, failure = world.scatter(answers)
+    raise_first([failure])
     assert own is not None
-    return own, shards
-
-
-def write_and_publish(staged: Callable[[], Staged], planned: PlannedSave, world: World) -> None:
-    """Write every rank's file, then position.json and the index. Does not use the model.
-
-    Args:
-        staged: returns this rank's part, or raises the error with which it could not be staged.
-    """
-    written, own = attempted(lambda: write(staged(), planned.folder))
-    # Only to rank 0: the checksums of a large checkpoint take tens of megabytes.
-    everyone = world.collect((written, own))
-
-    def finish() -> None:
-        raise_first([failure for _, failure in everyone])
-        publish(planned.folder, planned.shards, [part for part, _ in everyone if part is not None], planned.position)
-
-    failure = attempted(finish)[1] if world.logs else None
-    raise_first([world.share(failure)], own=own)
-
-
-def make_part(folder: Place, final: Place) -> Place:
-    """Make the folder into which all ranks write, and remove remains of earlier saves."""
-    remove_unfinished(folder)
-    return folder_at(folder).begin(final.name)
+    return shard_of(own, world.rank), tensors
 
 
 @contextlib.contextmanager
-def removed_after_errors(part: Place, world: World) -> Iterator[None]:
+def removed_after_errors(part: Place | None, world: World) -> Iterator[None]:
     """Inside the block, ranks write into the folder; after an error the folder is removed."""
     try:
         yield
     except Exception as error:
         # All ranks raise, so no rank is still writing.
-        if world.logs:
+        if world.logs and part is not None:
             # On a full disk the partial files would leave no space for the record of the run's outcome.
             remove(part)
-        if isinstance(error, OSError) and disk_fault(error) is not None:
+        if part is not None and isinstance(error, OSError) and disk_fault(error) is not None:
             # The error of a write has no file name.
             error.filename = str(part.parent)
         raise
-
-
-def give_name(part: Place, final: Place) -> None:
-    """Give a checkpoint whose files are all on the disk its name."""
-    if part != final:
-        # The folder exists if an earlier attempt saved this step and the run then resumed from an earlier step.
-        failure = remove(final)
-        if failure is not None:
-            raise failure
-        folder_at(part).commit(final)
 
 
 def remove_old(folder: Place, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
@@ -478,13 +495,13 @@ class AsyncSaver(Saver):
 
     def save(self, position: Position) -> None:
         assert self._thread is None, "the last save is under way"
-        planned = begin(self._target, position, plans=self._plans)
+        started = begin(self._target, position, self._plans)
         # Pass an error on to the thread, in which all ranks exchange their errors.
-        staged = self._staged(planned)
+        staged = self._staged(started)
 
         def finish() -> None:
             try:
-                complete(planned, staged, self._beside)
+                complete(started, staged, self._beside)
                 self.saved_step = position.step
             except BaseException as error:
                 self._error = error
@@ -508,9 +525,9 @@ class AsyncSaver(Saver):
         SyncSaver(self._target, self._plans).save_last(position, only_model)
         self.saved_step = position.step
 
-    def _staged(self, planned: PlannedSave) -> Callable[[], Staged]:
+    def _staged(self, started: StartedSave) -> Callable[[], Staged]:
         """Copy; return a function for the thread that returns the copy, or raises the error."""
-        staged, error = attempted(lambda: planned.stage(self._buffer))
+        staged, error = attempted(lambda: started.stage(self._buffer))
 
         def result() -> Staged:
             if staged is None:
@@ -536,11 +553,11 @@ class PinnedSaver(AsyncSaver):
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
 
-    def _staged(self, planned: PlannedSave) -> Callable[[], Staged]:
+    def _staged(self, started: StartedSave) -> Callable[[], Staged]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         copied = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            staged = super()._staged(planned)
+            staged = super()._staged(started)
             copied.record(self._stream)
         self._copied = copied
 

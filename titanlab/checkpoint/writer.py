@@ -1,119 +1,42 @@
-"""What each rank writes in a save: the global plan, the layout of each rank's file, and the files themselves.
+"""What each rank writes in a save: the plan of all ranks, the layout of each rank's file, and the files themselves.
 
-A checkpoint has one safetensors file a rank, position.json and index.json, and no pickle. DCP's own planner also makes
-metadata of its own format, which titanlab's storage does not use, and copies every entry twice. That matters: 405B
-parameters over 512 ranks without a pipeline have 1.4 million entries.
+A checkpoint has one safetensors file a rank, position.json and index.json, and no pickle. DCP's planners keep several
+objects for each part of a tensor and make metadata of DCP's own format. That matters: 405B parameters over 512 ranks
+without a pipeline have 1.4 million parts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import math
 import mmap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from msgspec import structs
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from titanlab.checkpoint.address_schema import Place
-from titanlab.checkpoint.blocks import ITEM_BYTES, BlockWriter
-from titanlab.checkpoint.index import IndexedFile, IndexEntry, fills, index_bytes
-from titanlab.checkpoint.position import POSITION, SavedPosition, position_bytes
-from titanlab.checkpoint.storage import INDEX, folder_at
+from titanlab.checkpoint.contents import POSITION, SavedPosition, position_bytes
+from titanlab.checkpoint.index import IndexedFile, IndexEntry, check_tensors, index_bytes
+from titanlab.checkpoint.reader import bytes_of, dtype_named
+from titanlab.checkpoint.storage import (
+    INDEX,
+    ITEM_BYTES,
+    BlockWriter,
+    DamagedFile,
+    StoreFolder,
+    folder_at,
+    written_again,
+)
 from titanlab.dtensor import local_part
 from titanlab.records import first_line
-
-# Name and place of an entry; an entry that is not a tensor has no place.
-_Key = tuple[str, tuple[int, ...] | None]
-# Offsets and sizes of a part of a tensor.
-_Part = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def without_duplicates(plans: list[SavePlan]) -> list[SavePlan]:
-    """The plans of all ranks; an entry of several ranks is in only one plan, the one with the fewest bytes so far."""
-    first: dict[_Key, int] = {}
-    several: dict[_Key, list[int]] = {}
-    for number, plan in enumerate(plans):
-        for item in plan.items:
-            key = (item.index.fqn, item.index.offset)
-            owner = first.setdefault(key, number)
-            if owner != number:
-                several.setdefault(key, [owner]).append(number)
-    if not several:
-        return plans
-    owners = _owners(plans, several)
-    return [
-        replace(
-            plan,
-            items=[item for item in plan.items if owners.get((item.index.fqn, item.index.offset), number) == number],
-        )
-        for number, plan in enumerate(plans)
-    ]
-
-
-def _owners(plans: Sequence[SavePlan], several: Mapping[_Key, Sequence[int]]) -> dict[_Key, int]:
-    """The plan that keeps each entry of several ranks."""
-    owners: dict[_Key, int] = {}
-    bytes_of_plan = [0] * len(plans)
-    for number, plan in enumerate(plans):
-        for item in plan.items:
-            key = (item.index.fqn, item.index.offset)
-            candidates = several.get(key)
-            if candidates is None:
-                bytes_of_plan[number] += _bytes_of(item)
-            elif key not in owners:
-                owner = min(candidates, key=bytes_of_plan.__getitem__)
-                owners[key] = owner
-                bytes_of_plan[owner] += _bytes_of(item)
-    return owners
-
-
-def _bytes_of(item: WriteItem) -> int:
-    data = item.tensor_data
-    if data is None or data.chunk is None:
-        return 1
-    return math.prod(data.chunk.sizes) * ITEM_BYTES.get(str(data.properties.dtype).removeprefix("torch."), 1)
-
-
-def check_coverage(plans: Sequence[SavePlan]) -> None:
-    """Check that the parts of every tensor lie in it, do not overlap, and leave nothing out.
-
-    Raises:
-        ValueError: they do not; names the tensor.
-    """
-    parts: dict[str, tuple[tuple[int, ...], list[_Part]]] = {}
-    for plan in plans:
-        for item in plan.items:
-            data = item.tensor_data
-            if data is None:
-                continue
-            shape, known = parts.setdefault(item.index.fqn, (data.size, []))
-            if shape != data.size:
-                raise ValueError(
-                    f"{item.index.fqn} has the shape {list(shape)} on one rank, {list(data.size)} on another"
-                )
-            known.append((data.chunk.offsets, data.chunk.sizes))
-    for name, (shape, known) in parts.items():
-        if not covers(shape, known):
-            raise ValueError(f"the parts of {name} on {len(plans)} ranks do not cover its shape {list(shape)} exactly")
-
-
-def covers(shape: Sequence[int], parts: Sequence[_Part]) -> bool:
-    """Whether parts of a tensor lie in it and cover it exactly; parts without elements do not count."""
-    offsets, sizes = np.array(parts, np.int64).reshape(len(parts), 2, len(shape)).transpose(1, 0, 2)
-    inside = (offsets >= 0).all() and (offsets + sizes <= np.array(shape, np.int64)).all()
-    return bool(inside) and fills(shape, offsets, sizes)
-
 
 # By the dtype's name in torch. Bytes of other dtypes are saved as U8; the index has their dtype.
 _SAFETENSORS: Mapping[str, str] = {
@@ -136,103 +59,143 @@ _SAFETENSORS: Mapping[str, str] = {
 _ALIGNMENT = 8
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A part of a tensor in a rank's file.
+class Part(NamedTuple):
+    """A part of a tensor, or an entry that is not a tensor, which is saved as JSON.
 
     Attributes:
-        index: where the save plan finds the tensor.
         name: of the entry.
-        dtype: name in torch.
+        dtype: name in torch; empty: not a tensor.
         shape: of the full tensor.
         offsets, sizes: of the part.
-        start, size: in bytes, from the beginning of the file.
+        start: its first byte in a rank's file.
     """
 
-    index: MetadataIndex
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    size: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    start: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes in a rank's file."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.sizes) if self.dtype else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointShard:
-    """A rank's file."""
-
-    name: str
-    header: bytes
-    chunks: Sequence[Chunk]
-    size: int
+def flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a nested state by their names in the checkpoint, which DCP's planner of a load uses too."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(dict(state), None, is_coordinator=True)
+    return planner.state_dict
 
 
-def shard_of(plan: SavePlan, rank: int) -> CheckpointShard:
-    """The layout of the file of a rank, from its part of the save plan; every rank computes the same.
+def parts_of(state: Mapping[str, Any]) -> list[Part]:
+    """This rank's parts of a flat state.
 
     Raises:
         TypeError: a tensor has a dtype that cannot be saved.
     """
-    items = []
-    for item in plan.items:
-        tensor = item.tensor_data
-        if tensor is None:
+    parts = []
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            parts.append(Part(name))
             continue
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
-            raise TypeError(f"{item.index.fqn} has the dtype {dtype}, which a checkpoint cannot hold")
-        items.append((dtype, item.index, tuple(tensor.size), tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes)))
+            raise TypeError(f"{name} has the dtype {dtype}, which a checkpoint cannot hold")
+        shape = tuple(value.shape)
+        if not isinstance(value, DTensor):
+            parts.append(Part(name, dtype, shape, (0,) * len(shape), shape))
+        # A rank outside of the tensor's mesh has no part of it.
+        elif value.device_mesh.get_coordinate() is not None:
+            chunks = value.__create_chunk_list__()
+            parts += [Part(name, dtype, shape, tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    return parts
+
+
+def shared_out(plans: Sequence[Sequence[Part]]) -> list[list[Part]]:
+    """The parts that each rank writes; a part that several ranks have goes to the one with the fewest bytes so far."""
+    ranks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank, parts in enumerate(plans):
+        for part in parts:
+            ranks.setdefault((part.name, part.offsets), []).append(rank)
+    owners: dict[tuple[str, tuple[int, ...]], int] = {}
+    written = [0] * len(plans)
+    for parts in plans:
+        for part in parts:
+            key = part.name, part.offsets
+            if key not in owners:
+                owner = owners[key] = min(ranks[key], key=written.__getitem__)
+                # An entry that is not a tensor counts too.
+                written[owner] += part.size if part.dtype else 1
+    return [[part for part in parts if owners[part.name, part.offsets] == rank] for rank, parts in enumerate(plans)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointShard:
+    """The layout of a rank's file.
+
+    Attributes:
+        header: of safetensors, with its length before it.
+        parts: of tensors, in the order of the file.
+        objects: names of the entries that this rank writes as JSON.
+        size: in bytes.
+    """
+
+    name: str
+    header: bytes
+    parts: Sequence[Part]
+    objects: Sequence[str]
+    size: int
+
+
+def shard_of(parts: Sequence[Part], rank: int) -> CheckpointShard:
+    """The layout of the file of a rank that writes these parts; every rank computes the same."""
+    tensors = [part for part in parts if part.dtype]
     # Wide elements first, so that every element is aligned.
-    items.sort(key=lambda item: (-ITEM_BYTES[item[0]], item[0]))
-    sizes = [ITEM_BYTES[item[0]] * math.prod(item[4]) for item in items]
+    tensors.sort(key=lambda part: (-ITEM_BYTES[part.dtype], part.dtype))
     entries, end = {}, 0
-    for (dtype, index, _, offsets, shape), size in zip(items, sizes, strict=True):
-        known = _SAFETENSORS.get(dtype)
-        # Always with brackets, so that no two chunks have the same name.
-        entries[f"{index.fqn}[{','.join(map(str, offsets))}]"] = {
+    for number, part in enumerate(tensors):
+        known, size = _SAFETENSORS.get(part.dtype), part.size
+        # Always with brackets, so that no two parts have the same name.
+        entries[f"{part.name}[{','.join(map(str, part.offsets))}]"] = {
             "dtype": known or "U8",
-            "shape": list(shape) if known else [size],
+            "shape": list(part.sizes) if known else [size],
             "data_offsets": [end, end + size],
         }
+        tensors[number] = Part(*part[:5], end)
         end += size
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
-    start = 8 + len(header)
-    chunks = []
-    for (dtype, index, shape, offsets, extents), size in zip(items, sizes, strict=True):
-        chunks.append(
-            Chunk(
-                index=index,
-                name=index.fqn,
-                dtype=dtype,
-                shape=shape,
-                offsets=offsets,
-                sizes=extents,
-                start=start,
-                size=size,
-            )
-        )
-        start += size
+    header = len(header).to_bytes(8, "little") + header
     return CheckpointShard(
         name=f"rank-{rank:05d}.safetensors",
-        header=len(header).to_bytes(8, "little") + header,
-        chunks=chunks,
-        size=start,
+        header=header,
+        parts=[Part(*part[:5], len(header) + part.start) for part in tensors],
+        objects=[part.name for part in parts if not part.dtype],
+        size=len(header) + end,
     )
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, without a copy."""
-    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(content).cast("B")
+def entries_of(shards: Sequence[CheckpointShard]) -> dict[str, IndexEntry]:
+    """The index's entries of all ranks' tensors.
 
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name in the index."""
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    Raises:
+        ValueError: the parts of a tensor do not cover it exactly.
+    """
+    tensors: dict[str, IndexEntry] = {}
+    for number, shard in enumerate(shards):
+        for part in shard.parts:
+            entry = tensors.get(part.name)
+            if entry is None:
+                entry = tensors[part.name] = IndexEntry(dtype=part.dtype, shape=list(part.shape), chunks=[])
+            entry.chunks.append([number, part.start, part.size, *part.offsets, *part.sizes])
+    try:
+        check_tensors(tensors, [shard.size for shard in shards])
+    except DamagedFile as error:
+        raise ValueError(f"what {len(shards)} ranks have is not a whole checkpoint: {error}") from error
+    return tensors
 
 
 class HostBuffer:
@@ -273,8 +236,7 @@ class Staged:
     """The data that one rank writes; independent of the model if the tensors were copied.
 
     Attributes:
-        shard: the layout of its file.
-        tensors: of the shard's chunks, in their order.
+        tensors: of the shard's parts, in their order.
         objects: entries that are not tensors, as JSON.
         content: all bytes of its file, if the tensors were copied.
     """
@@ -285,128 +247,86 @@ class Staged:
     content: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """What one rank has written."""
-
-    file: IndexedFile
-    objects: Mapping[str, str]
-
-
-class SavePlannerOfJson(dcp.DefaultSavePlanner):
-    """Encodes entries that are not tensors as JSON: DefaultSavePlanner would pickle them."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The plans of all ranks, in which every part of a tensor is written once; the metadata is empty.
-
-        Raises:
-            ValueError: the parts of a tensor do not cover it exactly.
-        """
-        plans = without_duplicates(all_plans)
-        check_coverage(plans)
-        return plans, Metadata({})
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - the name in torch
-        """The tensor, or the bytes of an object.
-
-        Raises:
-            TypeError: the object is not a value of JSON.
-        """
-        if write_item.type is not WriteItemType.BYTE_IO:
-            return object
-        try:
-            text = json.dumps(object, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            kind = type(object).__qualname__
-            rule = "a checkpoint holds tensors and values of JSON only"
-            raise TypeError(f"{write_item.index.fqn} is {kind}: {rule}") from error
-        return io.BytesIO(text.encode())
-
-
-def stage(plan: SavePlan, planner: SavePlanner, rank: int, into: HostBuffer | None = None) -> Staged:
-    """Take this rank's data from the model.
+def stage(shard: CheckpointShard, state: Mapping[str, Any], into: HostBuffer | None = None) -> Staged:
+    """Take this rank's data from a flat state.
 
     Args:
-        plan: this rank's part of the save plan.
         into: copy the tensors to this buffer, so that training may change them while they are written. None: they must
             not change before `write` returns, and only tensors of a device are copied, one by one.
+
+    Raises:
+        TypeError: an entry is neither a tensor nor a value of JSON.
     """
-    shard = shard_of(plan, rank)
-    items = {item.index: item for item in plan.items}
     objects = {}
-    for item in plan.items:
-        if item.type is WriteItemType.BYTE_IO:
-            content = planner.resolve_data(item)
-            assert isinstance(content, io.BytesIO)
-            objects[item.index.fqn] = content.getvalue().decode()
+    for name in shard.objects:
+        try:
+            objects[name] = json.dumps(state[name], allow_nan=False)
+        except (TypeError, ValueError) as error:
+            kind = type(state[name]).__qualname__
+            raise TypeError(f"{name} is {kind}: a checkpoint holds tensors and values of JSON only") from error
     tensors: list[Tensor] = []
-    for chunk in shard.chunks:
-        tensor = local_part(planner.resolve_data(items[chunk.index]))
-        assert isinstance(tensor, Tensor)
-        if tuple(tensor.shape) != chunk.sizes:
-            raise ValueError(f"{chunk.name} has the shape {list(tensor.shape)}, and the plan says {list(chunk.sizes)}")
-        tensors.append(tensor.detach())
+    for part in shard.parts:
+        tensor = local_part(state[part.name]).detach()
+        if tuple(tensor.shape) != part.sizes:
+            raise ValueError(f"{part.name} has the shape {list(tensor.shape)}, and the plan says {list(part.sizes)}")
+        tensors.append(tensor)
     if into is None:
         return Staged(shard=shard, tensors=tensors, objects=objects)
     # The header too, so that the file is one range of memory.
     buffer = into.reserve(shard.size)
     buffer[: len(shard.header)] = torch.frombuffer(bytearray(shard.header), dtype=torch.uint8)
-    for number, (chunk, tensor) in enumerate(zip(shard.chunks, tensors, strict=True)):
-        place = buffer[chunk.start : chunk.start + chunk.size].view(dtype_named(chunk.dtype)).view(chunk.sizes)
+    for number, (part, tensor) in enumerate(zip(shard.parts, tensors, strict=True)):
+        place = buffer[part.start : part.start + part.size].view(dtype_named(part.dtype)).view(part.sizes)
         tensors[number] = place.copy_(tensor, non_blocking=into.page_locked)
     return Staged(shard=shard, tensors=tensors, objects=objects, content=buffer)
 
 
-def write(staged: Staged, folder: Place) -> Written:
+def write(staged: Staged, folder: Place) -> IndexedFile:
     """Write a rank's file, and wait until it is on the disk or in the store.
 
     Raises:
         OSError: the disk is full, or the store does not answer.
     """
-    return folder_at(folder).tried(lambda: _written(staged, folder))
-
-
-def _written(staged: Staged, folder: Place) -> Written:
     shard = staged.shard
-    with BlockWriter(folder / shard.name, shard.size) as file:
-        if staged.content is not None:
-            file.write(bytes_of(staged.content))
-        else:
-            file.write(shard.header)
-            for chunk, tensor in zip(shard.chunks, staged.tensors, strict=True):
-                content = bytes_of(tensor.detach().to("cpu").contiguous())
-                assert len(content) == chunk.size
-                file.write(content)
-        file.finish()
-    return Written(
-        file=IndexedFile(name=shard.name, size=file.size, checksums=bytes(file.checksums)), objects=dict(staged.objects)
-    )
+
+    def written() -> IndexedFile:
+        with BlockWriter(folder / shard.name, shard.size) as file:
+            if staged.content is not None:
+                file.write(bytes_of(staged.content))
+            else:
+                file.write(shard.header)
+                for part, tensor in zip(shard.parts, staged.tensors, strict=True):
+                    content = bytes_of(tensor.to("cpu").contiguous())
+                    assert len(content) == part.size
+                    file.write(content)
+            file.finish()
+        return IndexedFile(name=shard.name, size=file.size, checksums=bytes(file.checksums))
+
+    return written_again(folder, written)
 
 
 def publish(
-    folder: Place, shards: Sequence[CheckpointShard], written: Sequence[Written], position: SavedPosition
+    folder: Place,
+    position: SavedPosition,
+    tensors: dict[str, IndexEntry],
+    files: Sequence[IndexedFile],
+    objects: Mapping[str, str],
 ) -> None:
     """Write position.json and then the index, which makes the checkpoint whole, and wait until they are durable.
 
     Args:
-        shards, written: of all ranks, in their order.
         position: without `files`.
+        files: of all ranks, in their order.
+        objects: entries that are not tensors, as JSON.
 
     Raises:
         OSError: the disk is full; or the store lacks bytes, does not answer, or refuses.
     """
-    tensors: dict[str, IndexEntry] = {}
-    for number, shard in enumerate(shards):
-        for chunk in shard.chunks:
-            entry = tensors.get(chunk.name)
-            if entry is None:
-                entry = tensors[chunk.name] = IndexEntry(dtype=chunk.dtype, shape=list(chunk.shape), chunks=[])
-            entry.chunks.append([number, chunk.start, chunk.size, *chunk.offsets, *chunk.sizes])
-    values = {name: json.loads(text) for rank in written for name, text in rank.objects.items()}
-    files = [rank.file for rank in written]
     sizes = {file.name: file.size for file in files}
     last = position_bytes(structs.replace(position, files=sizes))
     place = folder_at(folder)
-    place.check_arrived(sizes)
+    if isinstance(place, StoreFolder):
+        place.check_arrived(sizes)
     place.put(POSITION, last)
+    values = {name: json.loads(text) for name, text in objects.items()}
     place.put(INDEX, index_bytes(position=last, objects=values, tensors=tensors, files=files))

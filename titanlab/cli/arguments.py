@@ -44,29 +44,21 @@ class Arguments(argparse.ArgumentParser):
         self._command_line = ""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the words of a command line; whole numbers have at most 64 bits."""
         self._command_line = " ".join(args or [])
-        if self.takes_recipe:
-            parsed, parsed.rest = self.parse_known_args(args, namespace)
-        else:
-            parsed = self.parse_intermixed_args(args, namespace)
-        for action in self._actions:
-            value = getattr(parsed, action.dest, None)
-            if isinstance(value, int) and not isinstance(value, bool):
-                check_whole(_name(action), value, MOST_64_BITS, cure=f"see `{self.prog} --help`")
+        if not self.takes_recipe:
+            return self.parse_intermixed_args(args, namespace)
+        parsed, parsed.rest = self.parse_known_args(args, namespace)
         return parsed
 
-    def options(self) -> dict[str, argparse.Action]:
-        return {name: action for action in self._actions for name in action.option_strings}
-
-    def positionals(self) -> list[argparse.Action]:
-        return [action for action in self._actions if not action.option_strings]
-
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        name = action.option_strings[0] if action.option_strings else action.dest
         if action.type in (Path, user_path) and not arg_string.strip():
             # As a path it would mean the current folder, which no user wants.
-            raise ConfigError(_name(action), arg_string, "names no file or folder", f"see `{self.prog} --help`")
-        return super()._get_value(action, arg_string)
+            raise ConfigError(name, arg_string, "names no file or folder", f"see `{self.prog} --help`")
+        value = super()._get_value(action, arg_string)
+        if isinstance(value, int):
+            check_whole(name, value, MOST_64_BITS, cure=f"see `{self.prog} --help`")
+        return value
 
     def error(self, message: str) -> NoReturn:
         """Raise a ConfigError; argparse calls this for every mistake."""
@@ -79,10 +71,6 @@ class Arguments(argparse.ArgumentParser):
     def print_help(self, file: Any = None) -> None:
         """Print the help; raises an error if the disk is full, which argparse would hide."""
         print(self.format_help(), end="", file=file)
-
-
-def _name(action: argparse.Action) -> str:
-    return action.option_strings[0] if action.option_strings else action.dest
 
 
 def bytes_of(text: str, key: str) -> int:
@@ -118,7 +106,8 @@ class Verb:
     Attributes:
         module: within `titanlab.cli`; its function is named VERB_verb, and gets the parsed arguments.
         about: the verb's line in `titanlab --help`.
-        declare: adds the verb's arguments to its parser; its docstring is the description.
+        declare: adds the verb's arguments to its parser; its docstring is the description, and the text that it returns
+            stands below the flags.
         usage: the usage line of a verb that takes a recipe.
         has_runs: whether the verb has `--runs`.
     """
@@ -128,6 +117,13 @@ class Verb:
     declare: Callable[[Add], str | None]
     usage: str | None
     has_runs: bool
+
+    def parser(self, name: str) -> Arguments:
+        parser = Arguments(name, inspect.cleandoc(self.declare.__doc__ or ""), self.usage)
+        parser.epilog = self.declare(parser.add_argument)
+        if self.has_runs:
+            parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
+        return parser
 
 
 VERBS: dict[str, Verb] = {}
@@ -141,16 +137,6 @@ def _verb(
         VERBS[name] = Verb(module=module, about=about, declare=declare, usage=usage, has_runs=has_runs)
 
     return register
-
-
-def parser_of(name: str) -> Arguments:
-    """The parser of a verb. A verb's declaration returns the text below the flags in its help."""
-    verb = VERBS[name]
-    parser = Arguments(name, inspect.cleandoc(verb.declare.__doc__ or ""), verb.usage)
-    parser.epilog = verb.declare(parser.add_argument)
-    if verb.has_runs:
-        parser.add_argument("--runs", default="runs", help="the folder of runs (default runs)")
-    return parser
 
 
 @_verb("train", "run a recipe: titanlab train +recipe=quickstart training.steps=50")
@@ -236,7 +222,7 @@ def _plan(add: Add) -> None:
 
 
 @_verb(
-    "parity",
+    "proofs",
     "prove that recipes train the same: titanlab parity +sweeps=quickstart_layouts",
     usage="titanlab parity [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]\n"
     "       titanlab parity A B [FLAG …]",
@@ -262,7 +248,7 @@ def _parity(add: Add) -> str:
 
 
 @_verb(
-    "rehearse",
+    "proofs",
     "find what would break on the cluster: titanlab rehearse +sweeps=llama3_405b_512gpus",
     usage="titanlab rehearse [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]",
 )
@@ -348,14 +334,14 @@ def _retry(add: Add) -> None:
     add("--dry-run", **FLAG, help="say which they are, and submit nothing")
 
 
-@_verb("results", "write a sweep's results as one parquet and one CSV file")
+@_verb("status", "write a sweep's results as one parquet and one CSV file")
 def _collect(add: Add) -> None:
     """Write a sweep's table as parquet and CSV: a row for each run and dropped point."""
     add("sweep", help=SWEEP)
     add("--into", type=Path, help="the folder for the files (default: the sweep's own)")
 
 
-@_verb("results", "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise")
+@_verb("status", "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise")
 def _best(add: Add) -> None:
     """Rank the recipes of a sweep; nobody is named the winner of a gap that may be noise."""
     add("sweep", help=SWEEP)
@@ -365,7 +351,7 @@ def _best(add: Add) -> None:
     add("--json", **FLAG, help="the ranking as JSON; docs/comparing.md has the keys")
 
 
-@_verb("results", "write a sweep's report: one HTML file with the answer, figures and causes")
+@_verb("status", "write a sweep's report: one HTML file with the answer, figures and causes")
 def _report(add: Add) -> None:
     """Write a sweep's report: one HTML file, which opens without a network."""
     add("sweep", help=SWEEP)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlab.cli.arguments import FROM, VERBS, parser_of
+from titanlab.cli.arguments import FROM, VERBS
 from titanlab.cli.compose import answer
 from titanlab.errors import ConfigError
 from titanlab.recipe import flag_parser, read_flags
@@ -64,76 +64,59 @@ def _words(line: str) -> Sequence[str]:
     verb, typed = words[1], words[2:]
     if verb not in VERBS or verb == "completion":
         return ["bash"] if verb == "completion" else []
-    parser = parser_of(verb)
-    options = parser.options()
-    flags = sorted(name for name in options if name.startswith("--"))
+    parser = VERBS[verb].parser(verb)
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    flags = {name for name in options if name.startswith("--")}
     is_new_run = verb == "train" and not any(word.partition("=")[0] == FROM for word in typed)
     takes_recipe = parser.takes_recipe or is_new_run
     if verb == "sweep" or is_new_run:
         # Hydra's own flags, which it parses itself.
-        flags = sorted({*_HYDRA_FLAGS, *(flags if verb == "sweep" else [FROM, "--dry-run"])})
+        flags = {*_HYDRA_FLAGS, *(flags if verb == "sweep" else [FROM, "--dry-run"])}
     if takes_recipe:
         options = {name: action for action in flag_parser()._actions for name in action.option_strings} | options
     # The complete words before the cursor: values of options, by name of their variable, and the others.
     values: dict[str, str] = {}
     others: list[str] = []
-    pending: argparse.Action | None = None  # the last word, if it is an option that needs a value
+    pending = ""  # the variable of the last word, if it is an option that needs a value
     for word in typed:
         name, equals, value = word.partition("=")
-        if pending is not None:
-            values[pending.dest] = _expanded(word)
-            pending = None
+        if pending:
+            values[pending], pending = word, ""
         elif not word.startswith("-"):
             others.append(word)
         elif name in options and options[name].nargs != 0:
-            values[options[name].dest] = _expanded(value)
-            pending = None if equals else options[name]
+            pending = "" if equals else options[name].dest
+            values[options[name].dest] = value
+    # COMP_LINE has folders as they were typed.
+    values = {name: os.path.expanduser(os.path.expandvars(value)) for name, value in values.items()}
     runs = values.get("runs") or "runs"
-    if pending is not None:
-        if pending.dest == "run":
-            return _run_names(runs)
-        if pending.dest == "outcome":
-            return sorted(OutcomeKind)
-        return ["hydra", "job", "all"] if pending.dest == "cfg" else []
+    if pending:
+        known: dict[str, list[str]] = {"outcome": sorted(OutcomeKind), "cfg": ["hydra", "job", "all"]}
+        return _run_names(runs) if pending == "run" else known.get(pending, [])
     if current.startswith("-"):
-        return flags
+        return sorted(flags)
     if takes_recipe:
         folders = ("config_dir", "config_name", "config_path")
         where = [f"--{name.replace('_', '-')}={values[name]}" for name in folders if values.get(name)]
         return _hydra(where, others, current)
-    positionals = parser.positionals()
+    positionals = [action for action in parser._actions if not action.option_strings]
     place = min(len(others), len(positionals) - 1)
     if place < 0 or (place < len(others) and positionals[place].nargs not in ("*", "+")):
         return []
-    return _complete_positional(positionals[place].dest, others, current, runs=runs)
-
-
-def _complete_positional(argument: str, words: Sequence[str], current: str, *, runs: str) -> Sequence[str]:
-    """The possible words for a positional argument.
-
-    Args:
-        argument: name of the argument.
-        words: the positional arguments before it.
-        runs: folder of runs.
-    """
+    argument = positionals[place].dest
     sweeps = [path.name for path in sorted(Path(runs).glob("*")) if path.is_dir()]
     if argument == "sweep":
         return sweeps
     if argument == "runs_and_sweeps":
-        return [name for name in (*sweeps, *_run_names(runs)) if name not in words]
-    if argument == "run" and not words:
+        return [name for name in (*sweeps, *_run_names(runs)) if name not in others]
+    if argument == "run" and not others:
         return _run_names(runs)
     if argument == "overrides" or (argument == "runs_and_keys" and current.startswith(("launch", "cluster"))):
         return _hydra((), (), current)
     if argument in ("run", "runs_and_keys"):
         with contextlib.suppress(ConfigError):
-            return [run.path.name for run in open_sweep(words[0], runs).runs() if run.path.name not in words[1:]]
+            return [run.path.name for run in open_sweep(others[0], runs).runs() if run.path.name not in others[1:]]
     return []
-
-
-def _expanded(text: str) -> str:
-    """A folder with `~` and variables expanded: COMP_LINE has the text as it was typed."""
-    return os.path.expanduser(os.path.expandvars(text))
 
 
 def _run_names(runs: str) -> list[str]:

@@ -13,11 +13,11 @@ import sys
 from collections.abc import Sequence
 
 import hydra
-from omegaconf import DictConfig
 
 from titanlab.errors import ConfigError
 from titanlab.recipe import (
     ARGUMENTS,
+    HELP,
     VERSION_BASE,
     Flags,
     Loader,
@@ -27,7 +27,7 @@ from titanlab.recipe import (
     conf_folder,
     read_flags,
     register,
-    with_combinations,
+    with_combination,
 )
 from titanlab.system import harmless_lines
 
@@ -65,7 +65,7 @@ def compose_one(flags: Flags) -> tuple[Loader, Recipe] | None:
         ConfigError: the command line does not describe a recipe.
     """
     keys = {override.partition("=")[0].lstrip("+") for override in flags.overrides}
-    if flags.multirun or "sweeps" in keys:
+    if flags.options.multirun or "sweeps" in keys:
         return None
     loader = Loader(flags, flags.overrides)
     recipe = loader.recipe()
@@ -73,28 +73,39 @@ def compose_one(flags: Flags) -> tuple[Loader, Recipe] | None:
 
 
 def answer(flags: Flags) -> None:
-    """Print what Hydra prints for flags that start nothing.
+    """Print what Hydra prints for flags that start nothing; a config that training refuses is refused.
 
     Raises:
         ConfigError: Hydra fails.
     """
     register()
     if flags.answer in ("cfg", "info"):
-        # Refuse everything that training refuses.
-        Loader(flags, flags.overrides).recipe()
+        loader = Loader(flags, flags.overrides)
+        loader.recipe()
+    if flags.answer == "cfg":
+        options = flags.options
+        config = loader.text(options.cfg, package=options.package, resolve=options.resolve)
+        if config is None:
+            rule = f"package '{options.package}' not found in config"
+            raise ConfigError(ARGUMENTS, " ".join([*flags.overrides, *flags.flags]), rule, HELP)
+        # A config that is written into a file is read again.
+        sys.stdout.write(harmless_lines(config) if sys.stdout.isatty() else config)
+        return
     # Hydra raises its errors instead of printing them.
     full_error, os.environ["HYDRA_FULL_ERROR"] = os.environ.get("HYDRA_FULL_ERROR"), "1"
     # Hydra's loggers would print a traceback on a full disk, so its output is captured, and written at the end.
     output, errors, arguments = io.StringIO(), io.StringIO(), sys.argv
     try:
         with composition_errors(flags.overrides, flags.values):
-            sys.argv = ["titanlab train", *map(as_typed, with_combinations(flags.overrides)), *flags.flags]
+            overrides = [as_typed(with_combination(override)) for override in flags.overrides]
+            sys.argv = ["titanlab train", *overrides, *flags.flags]
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-                hydra.main(config_path=str(conf_folder()), config_name="config", **VERSION_BASE)(_never_called)()
+                # These flags never call the function.
+                hydra.main(config_path=str(conf_folder()), config_name="config", **VERSION_BASE)(print)()
     except SystemExit as end:
         if end.code not in (None, 0):
             lines = errors.getvalue().strip().splitlines() or ["Hydra gave up"]
-            raise ConfigError(ARGUMENTS, " ".join(sys.argv[1:]), lines[-1], "see `titanlab train --help`") from end
+            raise ConfigError(ARGUMENTS, " ".join(sys.argv[1:]), lines[-1], HELP) from end
     finally:
         sys.argv = arguments
         del os.environ["HYDRA_FULL_ERROR"]
@@ -103,10 +114,5 @@ def answer(flags: Flags) -> None:
         text = output.getvalue()
         if _REFUSED.search(text) is not None:
             text = _REFUSED.sub("", text) + _COMPLETION
-        # A config that is written into a file is read again.
-        sys.stdout.write(text if flags.answer == "cfg" and not sys.stdout.isatty() else harmless_lines(text))
+        sys.stdout.write(harmless_lines(text))
     sys.stderr.write(harmless_lines(errors.getvalue()))
-
-
-def _never_called(config: DictConfig) -> None:
-    raise AssertionError("these flags start nothing")

@@ -36,19 +36,17 @@ from titanlab.sweep import (
     restore,
     write_config,
 )
-from titanlab.system import FAIL, OK, WARN, Console, Finding, harmless, shown_path, user_path
+from titanlab.system import FAIL, OK, WARN, Console, harmless, shown_path, user_path
 
 _COLOURS = {OK: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
-_OFF = "\x1b[0m"
 _NAME_WIDTH = 18
 
 
 def doctor_verb(args: Namespace) -> int:
     """Print a line for each finding. Returns 1 if one of them is `fail`."""
     launch = _launch(args.overrides, args.config_dir)
-    begin, rows = time.monotonic(), list[dict[str, Any]]()
+    begin, rows, section = time.monotonic(), list[dict[str, Any]](), ""
     with Console() as console:
-        section = ""
         is_coloured = console.is_live and not os.environ.get("NO_COLOR") and sys.stdout.isatty()
         for check, findings in run_checks(checks(Path(args.runs), launch)):
             for finding in findings:
@@ -58,13 +56,19 @@ def doctor_verb(args: Namespace) -> int:
                 if check.section != section:
                     section = check.section
                     console.note(section)
-                console.note("\n".join(_lines(finding, is_coloured=is_coloured)), coloured=True)
-        counts = Counter(row["state"] for row in rows)
+                state = f"{finding.state:<4}"
+                if is_coloured:
+                    state = f"{_COLOURS[finding.state]}{state}\x1b[0m"
+                lines = [f"  {state}  {harmless(finding.name):<{_NAME_WIDTH}}  {harmless(finding.text)}"]
+                if finding.hint:
+                    lines.append(f"        {'':<{_NAME_WIDTH}}  → {harmless(finding.hint)}")
+                console.note("\n".join(lines), coloured=True)
+        found = Counter(row["state"] for row in rows)
+        counts = {state: found[state] for state in (OK, WARN, FAIL)}
         if args.json:
-            values = {"findings": rows, "counts": {state: counts[state] for state in (OK, WARN, FAIL)}}
-            console.note(json_text(values))
+            console.note(json_text({"findings": rows, "counts": counts}))
         else:
-            shown = ", ".join(f"{counts[state]} {state}" for state in (OK, WARN, FAIL))
+            shown = ", ".join(f"{count} {state}" for state, count in counts.items())
             console.note(f"{shown}, in {time.monotonic() - begin:.0f} s")
     return 1 if counts[FAIL] else 0
 
@@ -84,15 +88,12 @@ def _launch(overrides: Sequence[str], config_dir: str | None) -> LaunchConfig | 
     return launch_of(composed[1])
 
 
-def _lines(finding: Finding, *, is_coloured: bool) -> list[str]:
-    state = f"{_COLOURS[finding.state]}{finding.state:<4}{_OFF}" if is_coloured else f"{finding.state:<4}"
-    lines = [f"  {state}  {harmless(finding.name):<{_NAME_WIDTH}}  {harmless(finding.text)}"]
-    if finding.hint:
-        lines.append(f"        {'':<{_NAME_WIDTH}}  → {harmless(finding.hint)}")
-    return lines
-
-
 _FOLDER = "repro"
+_SAME = {
+    True: "its Python files are those of the run",
+    False: "its Python files are NOT those of the run",
+    None: "whether it is the run's code is not known: the run has recorded no fingerprint",
+}
 
 
 def repro_verb(args: Namespace) -> int:
@@ -106,33 +107,25 @@ def repro_verb(args: Namespace) -> int:
         if os.path.lexists(into) and (not into.is_dir() or into.is_symlink() or any(into.iterdir())):
             raise ConfigError("--into", into, "is there already", "give a new folder")
         parent = next(path for path in into.parents if os.path.lexists(path))
-        if not parent.is_dir():
-            raise ConfigError("--into", into, f"cannot be made ({parent} is no folder)", "give another folder")
-        if not os.access(parent, os.W_OK | os.X_OK):
-            raise ConfigError("--into", into, f"cannot be made (no permission in {parent})", "give another folder")
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            why = f"no permission in {parent}" if parent.is_dir() else f"{parent} is no folder"
+            raise ConfigError("--into", into, f"cannot be made ({why})", "give another folder")
     text = composable(run.config(attempt) if attempt else run.config())
     with Console() as console:
-        if not args.dry_run:
-            repository = repository_of(args.repo or Path(titanlab.__file__).parent)
-            restored = restore(code, repository, into, run=run.path.name)
-            write_config(into / _FOLDER, text)
-            branch = f", branch {code.branch}" if code.branch else ""
-            console.note(f"code: {shown_path(into)} from {restored.source}{branch}; {_SAME[restored.is_same]}")
-            for line in restored.notes:
-                console.warn(line)
-        _show_differences(console, run, code)
         if args.dry_run:
+            _show_differences(console, run, code)
             return 0
+        repository = repository_of(args.repo or Path(titanlab.__file__).parent)
+        restored = restore(code, repository, into, run=run.path.name)
+        write_config(into / _FOLDER, text)
+        branch = f", branch {code.branch}" if code.branch else ""
+        console.note(f"code: {shown_path(into)} from {restored.source}{branch}; {_SAME[restored.is_same]}")
+        for line in restored.notes:
+            console.warn(line)
+        _show_differences(console, run, code)
         console.note(f"next: cd {shlex.quote(shown_path(into))}")
         console.note(f"      python -m titanlab train --config-dir {_FOLDER} --config-name {NAME}")
         return 1 if restored.is_same is False else 0
-
-
-_SAME = {
-    True: "its Python files are those of the run",
-    False: "its Python files are NOT those of the run",
-    None: "whether it is the run's code is not known: the run has recorded no fingerprint",
-}
 
 
 def _show_differences(console: Console, run: RunFolder, code: RecordedCode) -> None:

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from titanlab.distributed import has_hung, hung_attempt
 from titanlab.errors import ConfigError
 from titanlab.launch import bad_hosts, clear_bad_hosts, host_names, jobs_folder, submissions
 from titanlab.records import (
-    FileSpan,
     Growing,
     Line,
     LogPart,
@@ -47,6 +46,9 @@ _POLL_SECONDS = 0.5
 _MOST_NAMED = 6
 
 
+Fits = Callable[[bytes], object]  # whether a line is wanted
+
+
 def logs_verb(args: Namespace) -> int:
     """Print the logs. Returns 0, also when Ctrl-C ends the following."""
     if args.tail is not None and args.tail < 0:
@@ -55,23 +57,30 @@ def logs_verb(args: Namespace) -> int:
         rule = "an attempt that has ended prints no more"
         raise ConfigError("--attempt", args.attempt, rule, "leave out --attempt or --follow")
     try:
-        pattern = None if args.grep is None else re.compile(args.grep.encode())
+        # The empty pattern is in every line.
+        fits = re.compile((args.grep or "").encode()).search
     except re.error as error:
         rule = f"is no regular expression ({error})"
         raise ConfigError("--grep", args.grep, rule, "put \\ before ( [ { * + ?") from None
     run = RunFolder(find_run(args.run, args.runs).path.absolute())
     run.chosen_attempt(args.attempt)
     logs = _chosen(run, args.rank, is_followed=args.follow)
+    ends = {rank: size_of(path) for rank, path in logs.items()}
+    for rank in [rank for rank in ends if args.follow and ends[rank]]:
+        # An incomplete line follows when it is complete.
+        try:
+            ends[rank] = complete_end(logs[rank], ends[rank])
+        except OSError:
+            ends[rank] = 0
+    if not args.follow and not any(ends.values()):
+        Console().note(_without_logs(run))
+        return 0
     with LogOutput(width=len(str(max(logs, default=0))) if args.rank is None else None) as output:
-        ends = {rank: _end(path, is_followed=args.follow) for rank, path in logs.items()}
-        if not args.follow and not any(ends.values()):
-            Console().note(_without_logs(run))
-            return 0
         with contextlib.suppress(KeyboardInterrupt):
-            for line in _lines(run, logs, ends, args.attempt, args.tail, pattern):
+            for line in _lines(run, logs, ends, args, fits):
                 output.line(line)
             if args.follow:
-                _follow(run, args.rank, ends, pattern, output)
+                _follow(run, args.rank, ends, fits, output)
     return 0
 
 
@@ -93,55 +102,33 @@ def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int,
     raise ConfigError("--rank", rank, rule, f"try --rank {min(logs, key=lambda known: abs(known - rank))}")
 
 
-def _end(path: Path, *, is_followed: bool) -> int:
-    """The end of the part of a log to read now; an incomplete line follows when it is complete."""
-    size = size_of(path)
-    with contextlib.suppress(OSError):
-        return complete_end(path, size) if is_followed and size else size
-    return 0
-
-
 def _lines(
-    run: RunFolder,
-    logs: Mapping[int, Path],
-    ends: Mapping[int, int],
-    attempt: int | None,
-    tail: int | None,
-    pattern: re.Pattern[bytes] | None,
+    run: RunFolder, logs: Mapping[int, Path], ends: Mapping[int, int], args: Namespace, fits: Fits
 ) -> Iterable[Line]:
-    by_rank = {
-        rank: log_parts(run, rank, path) if attempt is None else [part_of(run, rank, path, attempt)]
-        for rank, path in logs.items()
-    }
-    cut = {
-        rank: [replace(part, span=replace(part.span, end=min(part.span.end, ends[rank]))) for part in of_rank]
-        for rank, of_rank in by_rank.items()
-    }
-    if tail is None:
-        return merged(_timed(of_rank, pattern) for of_rank in cut.values())
-    lines = list(merged([_last(of_rank, tail, pattern) for of_rank in cut.values()]))
-    return lines[len(lines) - min(tail, len(lines)) :]
+    """The lines that fit, by time: all of the logs up to `ends`, of one attempt, or only the last ones."""
+    of_ranks = []
+    for rank, path in logs.items():
+        parts = log_parts(run, rank, path) if args.attempt is None else [part_of(run, rank, path, args.attempt)]
+        of_ranks.append([replace(part, end=min(part.end, ends[rank])) for part in parts])
+    if args.tail is None:
+
+        def lines_of(parts: Sequence[LogPart]) -> Iterator[Line]:
+            for part in parts:
+                texts = forward(part.path, part.start, part.end)
+                lines = timed(texts, part.rank, begin=part.begin, last=part.last)
+                yield from (line for line in lines if fits(line.text))
+
+        return merged(map(lines_of, of_ranks))
+    last = []
+    for parts in filter(None, of_ranks):
+        found = backward(parts[-1].path, parts[0].start, parts[-1].end)
+        texts = list(itertools.islice(filter(fits, found), args.tail))[::-1]
+        last.append(timed_from_end(texts, parts[-1].rank, last=parts[-1].last))
+    lines = list(merged(last))
+    return lines[len(lines) - min(args.tail, len(lines)) :]
 
 
-def _timed(of_rank: Sequence[LogPart], pattern: re.Pattern[bytes] | None) -> Iterator[Line]:
-    for part in of_rank:
-        for line in timed(forward(part.span), part.rank, begin=part.begin, end=part.end):
-            if pattern is None or pattern.search(line.text):
-                yield line
-
-
-def _last(of_rank: Sequence[LogPart], tail: int, pattern: re.Pattern[bytes] | None) -> list[Line]:
-    if not of_rank:
-        return []
-    first, last = of_rank[0], of_rank[-1]
-    whole = FileSpan(path=last.span.path, start=first.span.start, end=last.span.end)
-    texts = (text for text in backward(whole) if pattern is None or pattern.search(text))
-    return timed_from_end(list(itertools.islice(texts, tail))[::-1], last.rank, end=last.end)
-
-
-def _follow(
-    run: RunFolder, rank: int | None, ends: Mapping[int, int], pattern: re.Pattern[bytes] | None, output: LogOutput
-) -> None:
+def _follow(run: RunFolder, rank: int | None, ends: Mapping[int, int], fits: Fits, output: LogOutput) -> None:
     # Imported here, as below: the other verbs of this file need no table of a sweep.
     from titanlab.sweep import RunWatch
 
@@ -164,42 +151,37 @@ def _follow(
             texts = log.read(last=not goes_on)
             if log.changed:
                 output.note(f"{log.path.name} was replaced or cut short; it is read from its beginning")
-            if kept := [text for text in texts if pattern is None or pattern.search(text)]:
-                new_lines.append(timed_from_end(kept, number, end=time.time()))
+            new_lines.append(timed_from_end(list(filter(fits, texts)), number, last=time.time()))
         for line in merged(new_lines):
             output.line(line)
         sys.stdout.buffer.flush()
+        if not goes_on or (why and why != last_reason):
+            output.note(f"{run.path.name} {why}")
         if not goes_on:
-            output.note(f"{run.path.name} {why}")
             return
-        if why and why != last_reason:
-            output.note(f"{run.path.name} {why}")
         last_reason = why
         time.sleep(_POLL_SECONDS)
 
 
 def _without_logs(run: RunFolder) -> str:
-    name = run.path.name
+    nothing = f"{run.path.name}: no rank has printed anything"
     # The output of the tasks of the run's jobs, the latest job first.
     sweep, files = run.path.parent, list[Path]()
     for submission in reversed(submissions(sweep)):
-        for index, submitted in enumerate(submission.runs):
-            if submitted == name:
-                found = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
-                files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
-    if printed := [path for path in files if size_of(path)]:
-        shown = [shown_path(path) for path in printed[:_MOST_NAMED]]
+        for index in [index for index, submitted in enumerate(submission.runs) if submitted == run.path.name]:
+            found = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
+            files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
+    if printed := [shown_path(path) for path in files if size_of(path)]:
         more = f" and {len(printed) - _MOST_NAMED} more" if len(printed) > _MOST_NAMED else ""
-        return f"{name}: no rank has printed anything; its job has: {' '.join(shown)}{more}"
+        return f"{nothing}; its job has: {' '.join(printed[:_MOST_NAMED])}{more}"
     status, result = run.known_status(), run.result()
     if result is not None:
-        end = f"{result.kind.value}: {result.cause or result.kind.meaning}"
-        return f"{name}: no rank has printed anything; it ended as {end}"
+        return f"{nothing}; it ended as {result.kind.value}: {result.cause or result.kind.meaning}"
     from titanlab.sweep import RunWatch
 
     goes_on, why = RunWatch(run).goes_on()
     state = "unknown" if status is None else status.state
-    return f"{name}: no rank has printed anything yet ({why or (state if goes_on else 'nobody has started it')})"
+    return f"{nothing} yet ({why or (state if goes_on else 'nobody has started it')})"
 
 
 class LogOutput:
@@ -240,57 +222,49 @@ class LogOutput:
 def diagnose_verb(args: Namespace) -> int:
     run = find_run(args.run, args.runs)
     attempt = run.chosen_attempt(args.attempt)
+    result = run.result(attempt) if attempt else run.result()
+    values: dict[str, Any] = {"run": run.path.name, "attempt": attempt, "hung": False}
+    values["outcome"] = None if result is None else result.kind.value
+    hung = hung_attempt(run, attempt) if attempt and has_hung(run, attempt) else None
     with Console() as console:
-        if attempt and has_hung(run, attempt):
-            _show(run, attempt, console, as_json=args.json)
-        elif args.json:
-            result = run.result(attempt) if attempt else run.result()
-            outcome = None if result is None else result.kind.value
-            console.note(json_text({"run": run.path.name, "attempt": attempt, "hung": False, "outcome": outcome}))
-        else:
+        if hung is not None:
+            diagnosis = hung.diagnosis
+            others = {**hung.others, **dict.fromkeys(hung.damaged, "damaged")}
+            rows = rank_rows(diagnosis, hung.records, others, world=hung.world)
+            values |= {
+                "hung": True,
+                "cause": None if result is None else result.cause,
+                "verdict": diagnosis.verdict,
+                "ranks": diagnosis.ranks,
+                "pending": diagnosis.pending,
+                "damaged": list(hung.damaged.values()),
+                "rows": rows,
+            }
+        if args.json:
+            console.note(json_text(values))
+        elif hung is None:
             console.note(_without_hang(run, attempt))
+        else:
+            for line in hung.damaged.values():
+                console.warn(line)
+            console.note(
+                "\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *table_lines(rows)])
+            )
     return 0
 
 
 def _without_hang(run: RunFolder, attempt: int) -> str:
     result = run.result(attempt) if attempt else run.result()
-    if result is None:
-        state = run.status()
-        stopped = run.stopped(attempt) if attempt else None
-        text = f"did not hang; it has not ended{'' if state is None else f' ({state.state})'}"
-        text = f"has not ended; {stopped}" if stopped else text
-    else:
+    if result is not None:
         text = f"did not hang; it ended as {result.kind.value}: {result.cause or result.kind.meaning}"
+    elif attempt and (stopped := run.stopped(attempt)):
+        text = f"has not ended; {stopped}"
+    else:
+        state = run.status()
+        text = f"did not hang; it has not ended{'' if state is None else f' ({state.state})'}"
     earlier = [number for number in run.attempts() if number != attempt and has_hung(run, number)]
     more = f"; attempt {earlier[-1]} hung, see --attempt {earlier[-1]}" if earlier else ""
     return f"{run.path.name}, attempt {attempt}, {text}{more}"
-
-
-def _show(run: RunFolder, attempt: int, console: Console, *, as_json: bool) -> None:
-    hung = hung_attempt(run, attempt)
-    diagnosis = hung.diagnosis
-    rows = rank_rows(
-        diagnosis, hung.records, {**hung.others, **dict.fromkeys(hung.damaged, "damaged")}, world=hung.world
-    )
-    result = run.result(attempt)
-    if as_json:
-        values = {
-            "run": run.path.name,
-            "attempt": attempt,
-            "hung": True,
-            "outcome": None if result is None else result.kind.value,
-            "cause": None if result is None else result.cause,
-            "verdict": diagnosis.verdict,
-            "ranks": diagnosis.ranks,
-            "pending": diagnosis.pending,
-            "damaged": list(hung.damaged.values()),
-            "rows": rows,
-        }
-        console.note(json_text(values))
-        return
-    for line in hung.damaged.values():
-        console.warn(line)
-    console.note("\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *table_lines(rows)]))
 
 
 _CHECKPOINT_HEADINGS = ("step", "size", "saved", "state", "")

@@ -8,13 +8,11 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from titanlab.cli.arguments import json_text
 from titanlab.cli.compose import compose_one
 from titanlab.errors import ConfigError
 from titanlab.plan import (
-    Explanation,
     Plan,
     explain,
     explanation_values,
@@ -31,27 +29,13 @@ from titanlab.sweep import aligned
 from titanlab.system import Console, counted, grouped
 from titanlab.techniques.schedule import plot
 
-if TYPE_CHECKING:
-    from titanlab.prove import TraceComparison
-
 # How many recipes a table shows.
 _TOP = 20
-_TRACED = ("declared", "traced", "difference")
 
 
 def plan_verb(args: Namespace) -> int:
     """Returns 0; 2 if no layout fits; 1 if a trace differs."""
     _check(args)
-    if args.measure or args.calibrate is not None or args.trace:
-        return _answered(args)
-    with no_collection():
-        code = _answered(args)
-        # Otherwise Python would look through all small objects of the search at its exit (a tenth of a second).
-        gc.freeze()
-    return code
-
-
-def _answered(args: Namespace) -> int:
     if args.measure:
         # Imported here, as below: a plan needs neither sweeps nor jobs.
         from titanlab.cli.plan_runs import measure
@@ -63,19 +47,23 @@ def _answered(args: Namespace) -> int:
         with Console() as console:
             calibrate_sweep(args.calibrate, runs=args.runs or "runs", out=args.out, console=console)
         return 0
-    recipe = _recipe(args.rest)
-    with Console() as console:
-        if args.explain:
-            _explain(for_planning(recipe, stands=True), args, console)
-            return 0
-        if args.trace:
-            return _trace(for_planning(recipe, stands=True), args.rank, console, as_json=args.json)
-        result = plan(for_planning(recipe), vary=args.vary, top=_TOP if args.top is None else args.top)
-        if args.json:
-            console.note(json_text(search.plan_values(result)))
-        else:
-            console.note("\n".join(_lines(result, why=args.why)))
-        return 0 if result.best else ConfigError.exit_code
+    if args.trace:
+        recipe = for_planning(_recipe(args.rest), stands=True)
+        with Console() as console:
+            return _trace(recipe, args.rank, console, as_json=args.json)
+    with no_collection():
+        recipe = _recipe(args.rest)
+        with Console() as console:
+            if args.explain:
+                code = _explain(for_planning(recipe, stands=True), args, console)
+            else:
+                result = plan(for_planning(recipe), vary=args.vary, top=_TOP if args.top is None else args.top)
+                values = json_text(search.plan_values(result)) if args.json else ""
+                console.note(values or "\n".join(_lines(result, why=args.why)))
+                code = 0 if result.best else ConfigError.exit_code
+        # Otherwise Python would look through all small objects of the search at its exit (a tenth of a second).
+        gc.freeze()
+    return code
 
 
 def _check(args: Namespace) -> None:
@@ -124,7 +112,7 @@ def _recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def _lines(result: Plan, *, why: bool) -> list[str]:
-    lines = [search.title(result), *result.machine.notes]
+    lines = [search.title(result), *result.ranking.machine.notes]
     if not result.best:
         return [*lines, "no layout works", *result.advice, *search.left_out(result)]
     lines += aligned(search.HEADINGS, search.table_rows(result), right=search.FIGURES)
@@ -134,27 +122,16 @@ def _lines(result: Plan, *, why: bool) -> list[str]:
     return lines
 
 
-def _explain(recipe: Recipe, args: Namespace, console: Console) -> None:
+def _explain(recipe: Recipe, args: Namespace, console: Console) -> int:
     account = explain(recipe)
+    time, timeline = account.time, account.timeline
     if args.plot is not None:
-        if account.timeline is None:
+        if timeline is None:
             raise ConfigError("--plot", args.plot, "draws a pipeline, and pipeline=1", "leave it out")
-        from titanlab.techniques.schedule.plot import draw
-
-        draw(
-            [(f"{recipe.schedule.kind} · bubble {100 * account.timeline.bubble_share:.1f} %", account.timeline)],
-            args.plot,
-        )
+        plot.draw([(f"{recipe.schedule.kind} · bubble {100 * timeline.bubble_share:.1f} %", timeline)], args.plot)
     if args.json:
         console.note(json_text(explanation_values(account)))
-        return
-    console.note("\n".join(_account(account)))
-    if args.plot is not None:
-        console.note(f"plot: {args.plot}")
-
-
-def _account(account: Explanation) -> list[str]:
-    recipe, time = account.recipe, account.time
+        return 0
     headings, rows = memory_rows(account)
     batches = f"{counted(recipe.microbatches, 'microbatch', 'microbatches')} of {recipe.microbatch}"
     lines = [
@@ -168,17 +145,20 @@ def _account(account: Explanation) -> list[str]:
     if account.traffic:
         figures = ("count", "bytes", "sent")
         lines += ["", *aligned(("axis", "collective", *figures), traffic_rows(account.traffic), right=figures)]
-    if account.timeline is not None:
+    if timeline is not None:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else 110
-        peaks = " ".join(f"{peak:.3g}" for peak in account.timeline.peak_in_flight)
+        peaks = " ".join(f"{peak:.3g}" for peak in timeline.peak_in_flight)
         lines += [
             "",
-            *plot.rows(account.timeline, width=width, coloured=False),
+            *plot.rows(timeline, width=width, coloured=False),
             "",
-            f"bubble          {100 * account.timeline.bubble_share:.1f} % of all ranks' time",
+            f"bubble          {100 * timeline.bubble_share:.1f} % of all ranks' time",
             f"peak in flight  {peaks} microbatches, by rank",
         ]
-    return lines
+    console.note("\n".join(lines))
+    if args.plot is not None:
+        console.note(f"plot: {args.plot}")
+    return 0
 
 
 def _trace(recipe: Recipe, ranks: str, console: Console, *, as_json: bool) -> int:
@@ -191,35 +171,27 @@ def _trace(recipe: Recipe, ranks: str, console: Console, *, as_json: bool) -> in
         ConfigError: a rank does not exist, or the recipe cannot be traced.
     """
     # Imported here: a plan without a trace does not need it.
-    from titanlab.prove import comparison_values, trace
+    from titanlab.costs import traffic_lines
+    from titanlab.prove import comparison_rows, comparison_values, trace
 
     try:
         numbers = [int(part) for part in ranks.split(",")] if ranks else None
     except ValueError:
         raise ConfigError("--rank", ranks, "must be whole numbers with commas between them", "try --rank 0") from None
     comparison = trace(recipe, numbers)
+    items, differing = comparison.items, comparison.differing
     if as_json:
         console.note(json_text(comparison_values(comparison)))
-    else:
-        console.note("\n".join(_trace_lines(comparison)))
-    return 1 if comparison.differing else 0
-
-
-def _trace_lines(comparison: TraceComparison) -> Sequence[str]:
-    from titanlab.costs import traffic_lines
-    from titanlab.prove import comparison_rows
-
-    recipe, items, differing = comparison.recipe, comparison.items, comparison.differing
-    text = [f"{recipe.name}: {recipe.layout.label}, one step of {counted(len(comparison.pairs), 'rank')} traced"]
-    text += comparison.notes
-    text += ["", *aligned(("rank", "item", *_TRACED), comparison_rows(items), right=("rank", *_TRACED)), ""]
+        return 1 if differing else 0
+    recipe, figures = comparison.recipe, ("declared", "traced", "difference")
+    lines = [f"{recipe.name}: {recipe.layout.label}, one step of {counted(len(comparison.pairs), 'rank')} traced"]
+    table = aligned(("rank", "item", *figures), comparison_rows(items), right=("rank", *figures))
+    lines += [*comparison.notes, "", *table, ""]
     for _, traced in comparison.pairs:
-        text += [
-            f"the optimizer of rank {traced.rank}, for which nothing is declared: {line}"
-            for line in traffic_lines(traced.update_traffic)
-        ]
-    if not differing:
-        return [*text, f"all {len(items)} figures are equal"]
+        undeclared = f"the optimizer of rank {traced.rank}, for which nothing is declared"
+        lines += [f"{undeclared}: {line}" for line in traffic_lines(traced.update_traffic)]
     places = ", ".join(f"rank {item.rank}: {item.name}" for item in differing[:5])
     more = f", and {len(differing) - 5} more" if len(differing) > 5 else ""
-    return [*text, f"{len(differing)} of {len(items)} figures differ: {places}{more}"]
+    end = f"{len(differing)} of {len(items)} figures differ: {places}{more}"
+    console.note("\n".join([*lines, end if differing else f"all {len(items)} figures are equal"]))
+    return 1 if differing else 0

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.cli.compose import compose_one
-from titanlab.cli.sweep import SweepArguments, run_study
+from titanlab.cli.sweep import run_study
 from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
 from titanlab.plan import KEY, calibrate, cluster_file, doubts, measured_cluster
@@ -103,7 +103,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
     sizes = [size for size in _ON_GPUS if accelerator == "cuda" and size.partition("=")[0] not in given]
     own = [] if composed.world else [f"world={world}"]
     rest = (*all_arguments, *own, *sizes, f"training.global_batch={world}")
-    code = run_study(SweepArguments(rest=rest, wait=True, force=True, whole=True))
+    code = run_study(rest, wait=True, force=True, whole=True)
     if code:
         return code
     sweep = SweepFolder(user_path(composed.runs).absolute() / SWEEP)

@@ -55,6 +55,10 @@ CHANGEABLE = (
 )
 
 
+# Keys that --from sets; the user must not.
+_FIXED = ("checkpoint.load_from", "init_from", "runs")
+
+
 def resume_verb(args: Namespace) -> int:
     """Run the next attempt. Returns the exit code of its outcome."""
     run, checkpoint = find_run_or_checkpoint(args.run, args.runs)
@@ -68,9 +72,19 @@ def resume_verb(args: Namespace) -> int:
         shown = shown_path(checkpoint)
         raise ConfigError("checkpoint", shown, rule, f"for a new run from there: titanlab train --from {shown}")
     newest = checkpoint or latest(checkpoints_of(run))
+    anew = f"titanlab train --from {shown_path(run.path)}"
     with Console() as console:
         console.phase("checking the recipe and its data")
-        recipe = _changed(run, args.overrides, console)
+        check_unedited(run)
+        config = run.config()
+        if (launch := submitted_with(run)) is not None:
+            config["launch"] = dict(launch)
+        recipe = next_recipe(config, args.overrides, CHANGEABLE, file=run.path / "config.yaml", branch=anew)
+        recipe, line = adapted(recipe, from_mapping(config), args.overrides)
+        if line:
+            console.note(line)
+        # The run's folder may have moved.
+        recipe = replace(recipe, runs=str(run.path.parent.parent))
         if not recipe.launch.starts_directly and joined(os.environ) is None:
             if resubmit(run, recipe, console.note, checkpoint=checkpoint) is not None:
                 sweep = sweep_argument(run.path.parent)
@@ -82,30 +96,11 @@ def resume_verb(args: Namespace) -> int:
         identity = run.identity()
         if places and identity is not None and identity.content["data"] != ready.identity.content["data"]:
             (key, value), *_ = places
-            rule = (
-                "is other data than the run has begun with: other content, or files whose paths sort in another order"
-            )
-            cure = f"for a new run with it: titanlab train --from {shown_path(run.path)} {key}={value}"
-            raise ConfigError(key, value, rule, cure)
+            has = "other content, or files whose paths sort in another order"
+            rule = f"is other data than the run has begun with: {has}"
+            raise ConfigError(key, value, rule, f"for a new run with it: {anew} {key}={value}")
         ended = continue_run(run, ready.recipe, ready.ranks, console, checkpoint=checkpoint)
     return ended.kind.exit_code
-
-
-def _changed(run: RunFolder, overrides: Sequence[str], console: Console) -> Recipe:
-    check_unedited(run)
-    config, branch = run.config(), f"titanlab train --from {shown_path(run.path)}"
-    if (launch := submitted_with(run)) is not None:
-        config["launch"] = dict(launch)
-    recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml", branch=branch)
-    recipe, line = adapted(recipe, from_mapping(config), overrides)
-    if line:
-        console.note(line)
-    # The run's folder may have moved.
-    return replace(recipe, runs=str(run.path.parent.parent))
-
-
-# Keys that --from sets; the user must not.
-_FIXED = ("checkpoint.load_from", "init_from", "runs")
 
 
 def train_from(args: Namespace) -> int:
@@ -123,7 +118,7 @@ def train_from(args: Namespace) -> int:
             text = config_text(to_mapping(recipe))
             sys.stdout.write(harmless_lines(text) if sys.stdout.isatty() else text)
             return 0
-        for line in lines:
+        for line in filter(None, lines):
             console.note(line)
         if recipe.launch.starts_directly or joined(os.environ) is not None:
             (ready,) = prepare([recipe], console.note)
@@ -132,30 +127,29 @@ def train_from(args: Namespace) -> int:
 
 
 def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """The recipe of the new run, and what the user should know of it."""
     check_unedited(parent)
     config = parent.config()
-    for override in overrides:
-        key, _, value = override.partition("=")
+    for key, _, value in (override.partition("=") for override in overrides):
         if key in _FIXED:
             raise ConfigError(key, value, f"follows from {FROM}", "leave it out")
     # A real path: it is part of the new run's identity, and must be the same at the next start.
     start = {"load_from": str(checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint)}
     begun = {**config, "init_from": None, "checkpoint": {**config["checkpoint"], **start}}
+    before = from_mapping(config)
     recipe = next_recipe(begun, overrides, None, file=parent.path / "config.yaml")
-    recipe, line = adapted(recipe, from_mapping(config), overrides)
-    step = step_of(checkpoint)
+    recipe, line = adapted(recipe, before, overrides)
     # The schedule spans all steps of the new run, also those of its parent.
-    before, steps = from_mapping(config), recipe.training.steps
-    had = before.optimizer.lr * rate_factor(before.optimizer.schedule, step=step, steps=before.training.steps)
+    step, steps, steps_before = step_of(checkpoint), recipe.training.steps, before.training.steps
+    had = before.optimizer.lr * rate_factor(before.optimizer.schedule, step=step, steps=steps_before)
     gets = recipe.optimizer.lr * rate_factor(recipe.optimizer.schedule, step=min(step + 1, steps), steps=steps)
     rates = f"step {step} had {had:.3g}, step {step + 1} gets {gets:.3g}"
-    rates = f"learning rate: the schedule spans steps 1 to {steps} (before: 1 to {before.training.steps}); {rates}"
     lines = [
         f"new run from step {step} of {parent.sweep}/{parent.path.name}",
-        rates,
+        f"learning rate: the schedule spans steps 1 to {steps} (before: 1 to {steps_before}); {rates}",
         line,
     ]
-    return replace(recipe, runs=str(parent.path.parent.parent)), [line for line in lines if line]
+    return replace(recipe, runs=str(parent.path.parent.parent)), lines
 
 
 def _submitted(recipe: Recipe, console: Console) -> int:
@@ -182,7 +176,7 @@ def retry_verb(args: Namespace) -> int:
     """Submit runs again, and print which. Returns 0, also if there is nothing to submit."""
     if args.outcome and args.all_failed:
         raise ConfigError("--outcome", args.outcome, "is one of those of --all-failed", "leave one of the two out")
-    outcomes = [word.strip() for word in args.outcome.split(",") if word.strip()]
+    outcomes = list(filter(None, map(str.strip, args.outcome.split(","))))
     folder = open_sweep(args.sweep, args.runs)
     with Console() as console:
         done = retry(
@@ -196,7 +190,7 @@ def retry_verb(args: Namespace) -> int:
         )
         for chosen in done if args.dry_run else ():
             outcome = chosen.outcome or "never started"
-            console.note(f"{chosen.run.path.name}: {outcome}{', anew' if chosen.anew else ''}")
+            console.note(f"{chosen.run}: {outcome}{', anew' if args.stale else ''}")
         named, runs = sweep_argument(folder.path), counted(len(done), "run")
         if not done:
             console.note(f"nothing of {folder.name} is to be done again; titanlab status {named} shows its runs")

@@ -1,14 +1,17 @@
-"""A sweep as a whole: `titanlab status` shows it, `titanlab cancel` ends it, `titanlab clean` removes remains."""
+"""A sweep as a whole: `titanlab status` shows it, `titanlab cancel` ends it, `titanlab clean` removes remains.
+
+Its results: `titanlab collect` writes the table, `titanlab best` ranks, `titanlab report` writes a page.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from titanlab.cli.arguments import json_text
@@ -24,7 +27,6 @@ from titanlab.sweep import (
     SweepFolder,
     aligned,
     cached,
-    cancel,
     failure_text,
     find_run_or_sweep,
     look_at,
@@ -42,18 +44,17 @@ def status_verb(args: Namespace) -> int:
         raise ConfigError("--watch", True, "is for the table of one sweep", "give a sweep, and nothing else")
     if args.sweep is None:
         sweeps = overview(args.runs)
-        if args.json:
-            _print_json(sweeps)
-        else:
-            with Console() as console:
-                console.note("\n".join(overview_lines(sweeps, args.runs, now=time.time())))
+        text = json_text(sweeps) if args.json else "\n".join(overview_lines(sweeps, args.runs, now=time.time()))
+        with Console() as console:
+            console.note(text)
         return 0
     sweep = open_sweep(args.sweep, args.runs)
     look = look_at(sweep, Console().warn)
     if args.run is not None:
         return _show_runs(sweep.find([args.run]), look(), as_json=args.json)
     if args.json:
-        _print_json(look())
+        with Console() as console:
+            console.note(json_text(look()))
     elif args.watch:
         Screen().follow(sweep.name, look)
     else:
@@ -64,66 +65,126 @@ def status_verb(args: Namespace) -> int:
 def _show_runs(named: Sequence[RunFolder], rows: Sequence[dict[str, Any]], *, as_json: bool) -> int:
     """Show the runs that the user named: one run, or several repeats with one label."""
     by_folder = {row["run"]: row for row in rows}
-    for run in named:
-        if by_folder[run.path.name]["state"] == "unreadable":
+    chosen = [(run, by_folder[run.path.name], failure_text(run, by_folder[run.path.name])) for run in named]
+    for run, row, _ in chosen:
+        if row["state"] == "unreadable":
             # Raises a ConfigError that names the file, if one is damaged.
             run.check_files()
-    if as_json:
-        chosen = [(run, by_folder[run.path.name]) for run in named]
-        _print_json([{**row, "traceback": (failure_text(run, row) or ("", None))[1]} for run, row in chosen])
-        return 0
     with Console() as console:
-        for run in named:
-            row = by_folder[run.path.name]
+        if as_json:
+            console.note(json_text([{**row, "traceback": (words or ("", None))[1]} for _, row, words in chosen]))
+            return 0
+        for run, row, words in chosen:
             console.start(run.path.name, row_details(row))
-            words = failure_text(run, row)
             if words is not None:
                 source, text = words
                 console.note(f"{source}:\n{text}")
     return 0
 
 
-def _print_json(rows: Sequence[dict[str, Any]]) -> None:
-    with Console() as console:
-        console.note(json_text(rows))
-
-
 def cancel_verb(args: Namespace) -> int:
     """Cancel runs: active runs save and end, waiting runs do not start. Returns 0, also if all have ended."""
+    from titanlab.sweep import cancel
+
     folder = open_sweep(args.sweep, args.runs)
     with Console() as console:
         done = cancel(folder, console.note, names=args.run)
-        parts = [
-            f"{len(names)} {text}"
-            for names, text in (
-                (done.stopping, "running, which save and end"),
-                (done.withdrawn, "waiting, which will not start"),
-                (done.ended, "ended before"),
-            )
-            if names
-        ]
+        texts = {
+            "running, which save and end": done.stopping,
+            "waiting, which will not start": done.withdrawn,
+            "ended before": done.ended,
+        }
+        parts = [f"{len(names)} {text}" for text, names in texts.items() if names]
         console.note(f"{folder.name}: {', '.join(parts) or 'no runs'}")
     return 0
 
 
-_HEADINGS = ("what", "count", "size", "")
+def collect_verb(args: Namespace) -> int:
+    sweep = open_sweep(args.sweep, args.runs)
+    # Imported here, as below: the planner and the table take time to import.
+    from titanlab.sweep import drift_lines, listing, write_table
+
+    rows = look_at(sweep, Console().warn, estimates=True)()
+    files = write_table(rows, sweep.name, user_path(args.into or sweep.path))
+    lines = [f"{sweep.name}: {counted(len(listing.runs(rows)), 'run')}"]
+    for section in (listing.comparison, drift_lines, listing.failures, listing.gaps, listing.dropped):
+        lines += [f"  {line}" for line in section(rows)]
+    lines += [f"table: {os.path.relpath(path)}" for path in files]
+    with Console() as console:
+        console.note("\n".join(lines))
+    return 0
+
+
+def best_verb(args: Namespace) -> int:
+    from titanlab.sweep import COLUMN_OF, dropped, rank, ranking_lines
+
+    if args.by not in COLUMN_OF:
+        raise ConfigError("--by", args.by, "is no figure to rank by", f"known: {', '.join(COLUMN_OF)}")
+    limit = args.max_memory
+    if limit is not None and not (math.isfinite(limit) and limit > 0):
+        raise ConfigError("--max-memory", limit, "must be a number of GiB above 0", "try --max-memory 76")
+    sweep = open_sweep(args.sweep, args.runs)
+    rows = look_at(sweep, Console().warn)()
+    ranking = rank(rows, by=args.by, max_memory_gib=limit)
+    with Console() as console:
+        if args.json:
+            console.note(json_text({"sweep": sweep.name, **ranking.to_mapping()}))
+        else:
+            answer, *lines = ranking_lines(ranking)
+            console.note("\n".join([f"{sweep.name}: {answer}", *lines, *dropped(rows)]))
+    return 0
+
+
+def report_verb(args: Namespace) -> int:
+    if args.format is not None and args.figures is None:
+        raise ConfigError("--format", args.format, "is that of figures", "add --figures FOLDER")
+    sweep = open_sweep(args.sweep, args.runs)
+    from titanlab.report import check_matplotlib, write_report
+
+    check_matplotlib(sweep.name)
+    # A name with the ending of a page is a file, any other one a folder.
+    into = sweep.path if args.into is None else user_path(args.into)
+    if into.suffix.lower() not in (".html", ".htm") or into.is_dir():
+        if into.exists() and not into.is_dir():
+            raise ConfigError("--into", into, "is a file, and its name has not the ending .html", f"try {into}.html")
+        into /= f"{sweep.name}.html"
+    with Console() as console:
+        figures = None if args.figures is None else user_path(args.figures)
+        rows = look_at(sweep, console.warn)()
+        written = write_report(sweep, rows, into=into, figures=figures, format=args.format or "png", by=args.by)
+        lines = [written.sentence, *(f"figure: {os.path.relpath(path)}" for path in written.figures)]
+        console.note("\n".join([*lines, f"report: {os.path.relpath(written.file)}"]))
+    return 0
+
+
 _LARGEST = 10
 
 
 def clean_verb(args: Namespace) -> int:
     """Remove what the user agrees to. Returns 1 if something could not be removed, 130 after Ctrl-C."""
-    kinds = list(dict.fromkeys(word.strip() for word in args.what.split(",") if word.strip()))
-    kinds = list(KINDS) if args.what.strip() == "all" else kinds
+    takes_all = args.what.strip() == "all"
+    kinds = list(KINDS) if takes_all else list(dict.fromkeys(filter(None, map(str.strip, args.what.split(",")))))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         rule = f"{unknown[0]} is no kind" if unknown else "names no kind"
         raise ConfigError("--what", args.what, rule, f"choose from {', '.join(KINDS)}, all")
-    if args.name is not None and args.what.strip() != "all" and (shared := [kind for kind in kinds if kind in CACHES]):
+    shared = [kind for kind in kinds if kind in CACHES]
+    if args.name is not None and not takes_all and shared:
         rule = f"{shared[0]} is of all runs, and {args.name} is named"
         raise ConfigError("--what", args.what, rule, "leave the run or the sweep out")
     if args.keep is not None and args.keep < 1:
         raise ConfigError("--keep", args.keep, "must be at least 1", "resume needs the newest checkpoint")
-    sweeps, only, root = _chosen(args.name, user_path(args.runs).absolute())
+    root, only = user_path(args.runs).absolute(), None
+    if args.name is None:
+        if os.path.lexists(root) and not root.is_dir():
+            raise ConfigError("--runs", root, "is no folder", "name the folder of runs")
+        folders = [SweepFolder(path) for path in sorted(root.glob("*")) if path.is_dir()]
+        sweeps = [folder for folder in folders if folder.manifest() or folder.runs()]
+    else:
+        found = find_run_or_sweep(args.name, root, key="name")
+        only = found if isinstance(found, RunFolder) else None
+        sweeps = [SweepFolder(found.path.parent) if isinstance(found, RunFolder) else found]
+        root = sweeps[0].path.parent
     with Console() as console:
         survey = Survey(root=root, keep=args.keep, verifies=args.verify, is_remote=args.remote)
         survey.look(sweeps, only, console.warn)
@@ -140,18 +201,6 @@ def clean_verb(args: Namespace) -> int:
         return _remove(console, items)
 
 
-def _chosen(name: str | None, root: Path) -> tuple[list[SweepFolder], RunFolder | None, Path]:
-    if name is None:
-        if os.path.lexists(root) and not root.is_dir():
-            raise ConfigError("--runs", root, "is no folder", "name the folder of runs")
-        folders = [SweepFolder(path) for path in sorted(root.glob("*")) if path.is_dir()]
-        return [folder for folder in folders if folder.manifest() or folder.runs()], None, root
-    run_or_sweep = find_run_or_sweep(name, root, key="name")
-    if isinstance(run_or_sweep, SweepFolder):
-        return [run_or_sweep], None, run_or_sweep.path.parent
-    return [SweepFolder(run_or_sweep.path.parent)], run_or_sweep, run_or_sweep.path.parent.parent
-
-
 def _show(
     console: Console, survey: Survey, items: Sequence[Removable], kinds: Sequence[str], *, lists_all: bool
 ) -> None:
@@ -160,25 +209,25 @@ def _show(
         sizes[item.kind] += item.bytes
     rows = [[kind, str(counts[kind]), data_size(sizes[kind]), KINDS[kind]] for kind in kinds if counts[kind]]
     if rows:
-        total = data_size(sum(item.bytes for item in items))
-        console.note("\n".join(aligned(_HEADINGS, [*rows, ["", str(len(items)), total, ""]], right=_HEADINGS[1:3])))
+        headings, total = ("what", "count", "size", ""), data_size(sum(item.bytes for item in items))
+        lines = aligned(headings, [*rows, ["", str(len(items)), total, ""]], right=headings[1:3])
     else:
         is_missing = not os.path.lexists(survey.root)
-        console.note("nothing is to be removed" + (f": there is no folder {survey.root}" if is_missing else ""))
+        lines = ["nothing is to be removed" + (f": there is no folder {survey.root}" if is_missing else "")]
     largest = sorted(items, key=lambda item: -item.bytes)
-    for item in largest if lists_all else largest[:_LARGEST]:
-        console.note(f"  {data_size(item.bytes):>9}  {shown_path(item.path)}")
-    if not lists_all and len(items) > _LARGEST:
-        console.note(f"  … and {len(items) - _LARGEST} more, which --dry-run lists")
+    shown = largest if lists_all else largest[:_LARGEST]
+    lines += [f"  {data_size(item.bytes):>9}  {shown_path(item.path)}" for item in shown]
+    if len(items) > len(shown):
+        lines.append(f"  … and {len(items) - len(shown)} more, which --dry-run lists")
     others = [kind for kind in KINDS if kind not in kinds and counts[kind]]
     if others:
         sizes_of_others = ", ".join(f"{kind} {data_size(sizes[kind])}" for kind in others)
-        console.note(f"not asked for: {sizes_of_others}; --what {','.join(others)}")
-    for line in survey.notes:
-        console.note(line)
+        lines.append(f"not asked for: {sizes_of_others}; --what {','.join(others)}")
+    lines += survey.notes
     if survey.busy:
         names = ", ".join(survey.busy[:5]) + (" …" if len(survey.busy) > 5 else "")
-        console.note(f"{counted(len(survey.busy), 'run')} at work or in a queue left alone: {names}")
+        lines.append(f"{counted(len(survey.busy), 'run')} at work or in a queue left alone: {names}")
+    console.note("\n".join(lines))
 
 
 def _agrees(items: Sequence[Removable]) -> bool:

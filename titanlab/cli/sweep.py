@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from titanlab.cli.arguments import json_text
 from titanlab.cli.compose import answer
@@ -30,24 +30,6 @@ from titanlab.sweep.submit import submit
 from titanlab.system import Console, sweep_argument
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepArguments:
-    """The verb's own flags, and the rest of the command line.
-
-    Attributes:
-        whole: a point that cannot run is an error; otherwise it is dropped.
-    """
-
-    rest: tuple[str, ...]
-    dry_run: bool = False
-    wait: bool = False
-    force: bool = False
-    json: bool = False
-    prune: bool = False
-    keep: bool = False
-    whole: bool = False
-
-
 def sweep_verb(args: Namespace) -> int:
     """Returns 0 after submission; with --wait the exit code of the first run that failed."""
     for first, second, rule in (
@@ -64,60 +46,69 @@ def sweep_verb(args: Namespace) -> int:
     if not flags.overrides:
         cure = "try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps"
         raise ConfigError("arguments", " ".join(args.rest), "say nothing of what to sweep", cure)
-    return run_study(SweepArguments(**{**vars(args), "rest": tuple(args.rest)}))
+    return run_study(**vars(args))
 
 
-def run_study(args: SweepArguments, loader: Loader | None = None) -> int:
+def run_study(
+    rest: Sequence[str],
+    *,
+    dry_run: bool = False,
+    wait: bool = False,
+    force: bool = False,
+    json: bool = False,
+    prune: bool = False,
+    keep: bool = False,
+    whole: bool = False,
+    loader: Loader | None = None,
+) -> int:
     """Plan and submit a study; with `wait`, follow its runs to their end.
 
     Args:
+        rest: the command line without the verb's own flags, which are the other arguments.
+        whole: a point that cannot run is an error; otherwise it is dropped.
         loader: has composed the command line, which describes one recipe; None: nothing is composed yet.
     """
     if joined(os.environ) is not None:
         rule = "was started as one of several processes, and a sweep is submitted once"
-        raise ConfigError("arguments", " ".join(args.rest), rule, "start it without torchrun or srun")
+        raise ConfigError("arguments", " ".join(rest), rule, "start it without torchrun or srun")
     with Console() as console:
         # With --json, standard output has only JSON, because programs read it.
-        report = (lambda text: None) if args.json else console.note
-        study = plan_study(args.rest, whole=args.whole, loader=loader)
-        if not args.keep and not args.whole:
-            study = fitting(study, strictly=args.prune)
-        if args.dry_run:
-            _show(study, args, console)
+        report = (lambda text: None) if json else console.note
+        study = plan_study(rest, whole=whole, loader=loader)
+        if not keep and not whole:
+            study = fitting(study, strictly=prune)
+        if dry_run:
+            silence = silence_of(study)
+            decisions = decide(study, force=force, answered=silence is None)
+            if json:
+                values = plan_values(study, decisions) | ({} if silence is None else {"problem": silence})
+                console.note(json_text(values))
+                return 0
+            lines = plan_lines(study, decisions, answered=silence is None)
+            if silence is not None:
+                cure = "nothing of this plan was held against it, and to submit it has to answer"
+                lines.append(f"{silence}; {cure}")
+            console.note("\n".join([*lines, "nothing was submitted (--dry-run)"]))
             return 0
         # Preparing data takes long, so the launcher and the folder are checked first.
         check_study(study)
-        study = with_data(study, report, whole=args.whole)
-        submitted = submit(study, report, force=args.force)
-        _report(study, submitted, args, console)
-    if not args.wait:
+        study = with_data(study, report, whole=whole)
+        submitted = submit(study, report, force=force)
+        _report(study, submitted, console, as_json=json)
+    if not wait:
         return 0
     own = {decision.run_name for decision in submitted.decisions}
     # The sweep may also have runs of earlier submissions, which do not count here.
     return exit_code([row for row in follow(submitted.folder) if row["run"] in own])
 
 
-def _show(study: Study, args: SweepArguments, console: Console) -> None:
-    silence = silence_of(study)
-    decisions = decide(study, force=args.force, answered=silence is None)
-    if args.json:
-        values = plan_values(study, decisions) | ({} if silence is None else {"problem": silence})
-        console.note(json_text(values))
-        return
-    lines = plan_lines(study, decisions, answered=silence is None)
-    if silence is not None:
-        lines.append(f"{silence}; nothing of this plan was held against it, and to submit it has to answer")
-    console.note("\n".join([*lines, "nothing was submitted (--dry-run)"]))
-
-
-def _report(study: Study, submitted: Submitted, args: SweepArguments, console: Console) -> None:
-    if args.json:
+def _report(study: Study, submitted: Submitted, console: Console, *, as_json: bool) -> None:
+    if as_json:
         made = [
             {"job": new.job_id, "shape": new.shape.to_mapping(), "runs": list(new.runs)}
             for new in submitted.submissions
         ]
-        values = {**plan_values(study, submitted.decisions), "jobs": made}
-        console.note(json_text(values))
+        console.note(json_text({**plan_values(study, submitted.decisions), "jobs": made}))
         return
     lines = plan_lines(study, submitted.decisions)
     count = sum(len(new.runs) for new in submitted.submissions)

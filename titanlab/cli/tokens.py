@@ -20,28 +20,19 @@ def tokenize_verb(args: Namespace) -> int:
         rule = "is of a tokenizer that is trained, and --tokenizer names one that has its size"
         raise ConfigError("--vocab-size", args.vocab_size, rule, "leave one of them out")
     with Console() as console:
-        return _tokenise(args, console)
-
-
-def _tokenise(args: Namespace, console: Console) -> int:
-    index = write_token_shards(
-        args.files,
-        args.folder,
-        tokenizer=args.tokenizer,
-        vocab_size=_PIECES if args.vocab_size is None else args.vocab_size,
-        text_field=args.text_field,
-        validation_fraction=args.validation_fraction,
-        report=console.note,
-    )
-    # The model's default vocabulary may be smaller than the tokenizer's.
-    command = [
-        "titanlab",
-        "train",
-        "data=tokens",
-        path_override("data.folder", args.folder),
-        f"model.vocab_size={index.vocab_size}",
-    ]
-    console.note(shlex.join(command))
+        index = write_token_shards(
+            args.files,
+            args.folder,
+            tokenizer=args.tokenizer,
+            vocab_size=_PIECES if args.vocab_size is None else args.vocab_size,
+            text_field=args.text_field,
+            validation_fraction=args.validation_fraction,
+            report=console.note,
+        )
+        folder = path_override("data.folder", args.folder)
+        # The model's default vocabulary may be smaller than the tokenizer's.
+        size = f"model.vocab_size={index.vocab_size}"
+        console.note(shlex.join(["titanlab", "train", "data=tokens", folder, size]))
     return 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
@@ -21,23 +21,32 @@ from titanlab.train import has_repeated_steps, has_tracker, tracker_gap, waiting
 
 def sync_verb(args: Namespace) -> int:
     """Rebuild, upload, and print what was done. Returns 0 if nothing remains to upload."""
-    named = [_named(text, args.runs) for text in args.runs_and_sweeps]
-    with Console() as console:
+    runs: dict[RunFolder, None] = {}
+    rebuilt: dict[RunFolder, None] = {}  # named runs, and runs of sweeps that lack something
+    for text in args.runs_and_sweeps:
+        found = find_run_or_sweep(text, args.runs)
+        of_text = [found] if isinstance(found, RunFolder) else found.runs()
+        runs.update(dict.fromkeys(of_text))
         if args.rebuild:
-            for runs, is_sweep in named:
-                for run in runs:
-                    if not is_sweep or _is_lacking(run):
-                        _rebuild(run, console)
+            rebuilt.update(dict.fromkeys(run for run in of_text if run is found or _is_lacking(run)))
+    with Console() as console:
+        for run in rebuilt:
+            _rebuild(run, console)
         if args.tracker is not None:
-            _write(args.tracker, [run for runs, _ in named for run in runs], console)
-        runs = list(dict.fromkeys(run for group, _ in named for run in group))
-        for run in runs:
-            if not args.rebuild and _is_lacking(run):
-                console.note(f"{run.path.name}: {tracker_gap(run)}")
-        waiting = [files for run in runs if (files := waiting_files(run))]
-        if not waiting:
+            config = Wandb() if args.tracker == Wandb.kind else TensorBoard()
+            config.check_installed()
+            for run in [run for run in runs if not has_tracker(run, args.tracker)]:
+                if run.result() is None or not run.metrics():
+                    what = f"has not ended, or has no rows; {args.tracker} has nothing of it"
+                    console.note(f"{run.path.name}: {what}")
+                else:
+                    _rebuild(run, console, config)
+        for run in [run for run in runs if not args.rebuild and _is_lacking(run)]:
+            console.note(f"{run.path.name}: {tracker_gap(run)}")
+        if not any(map(waiting_files, runs)):
             console.note("nothing is to be uploaded")
-            if args.tracker is None and (without := sum(not has_tracker(run, Wandb.kind) for run in runs)):
+            without = sum(not has_tracker(run, Wandb.kind) for run in runs)
+            if args.tracker is None and without:
                 names = " ".join(args.runs_and_sweeps)
                 console.note(
                     f"{counted(without, 'run')} without files of wandb; write them from metrics.jsonl: "
@@ -58,12 +67,6 @@ def sync_verb(args: Namespace) -> int:
     return 0 if len(merged) == len(runs) else 1
 
 
-def _named(text: str, folder: str) -> tuple[list[RunFolder], bool]:
-    """The run that the user names, or all runs of a sweep; and whether it is a sweep."""
-    run_or_sweep = find_run_or_sweep(text, folder)
-    return ([run_or_sweep], False) if isinstance(run_or_sweep, RunFolder) else (run_or_sweep.runs(), True)
-
-
 def _merge(run: RunFolder, console: Console) -> bool:
     """Merge files that have the same steps into one, because wandb would keep the older rows; False: this failed."""
     console.note(f"{run.path.name}: attempts went over the same steps; its files are merged into one")
@@ -76,27 +79,12 @@ def _merge(run: RunFolder, console: Console) -> bool:
     return True
 
 
-def _rebuild(run: RunFolder, console: Console) -> None:
-    # Imported here, as below: it needs Hydra, and `titanlab workspace` does not.
+def _rebuild(run: RunFolder, console: Console, config: Wandb | TensorBoard | None = None) -> None:
+    # Imported here: it needs Hydra, and `titanlab workspace` does not.
     from titanlab.train import rebuild
 
-    for made in rebuild(run):
+    for made in rebuild(run, config):
         console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
-
-
-def _write(kind: str, runs: Sequence[RunFolder], console: Console) -> None:
-    config = Wandb() if kind == Wandb.kind else TensorBoard()
-    from titanlab.train import rebuild
-
-    config.check_installed()
-    for run in dict.fromkeys(runs):
-        if has_tracker(run, kind):
-            continue
-        if run.result() is None or not run.metrics():
-            console.note(f"{run.path.name}: has not ended, or has no rows; {kind} has nothing of it")
-            continue
-        for made in rebuild(run, config):
-            console.note(f"{run.path.name}: {made.kind} has all {counted(made.rows, 'row')}: {made.folder}")
 
 
 def _is_lacking(run: RunFolder) -> bool:

@@ -48,9 +48,9 @@ def train_verb(args: Namespace) -> int:
             (ready,) = prepare([one[1]], console.note)
             return execute(ready, console).kind.exit_code
     # Imported here, because a single run on this host needs no code for sweeps.
-    from titanlab.cli.sweep import SweepArguments, run_study
+    from titanlab.cli.sweep import run_study
 
     if one is not None:
-        return run_study(SweepArguments(rest=tuple(rest), dry_run=is_dry), one[0])
+        return run_study(rest, dry_run=is_dry, loader=one[0])
     # The user typed every point of this command, so a point that cannot run is an error.
-    return run_study(SweepArguments(rest=tuple(rest), dry_run=is_dry, wait=not is_dry, whole=True))
+    return run_study(rest, dry_run=is_dry, wait=not is_dry, whole=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from titanlab import __version__
-from titanlab.cli.arguments import FROM, VERBS, parser_of
+from titanlab.cli.arguments import FROM, VERBS
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.records import OutcomeKind
 from titanlab.system import (
@@ -36,6 +36,17 @@ _TRAINING = (["train"], ["sweep"], ["resume"], ["retry"])
 _CLEANS_UP = ("tokenize", "sync", "import", "export", "download-tokenizer")
 # Flags with which a verb only prints.
 _PRINTS = frozenset({"-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", "-n", "--dry-run"})
+
+_HELP = """\
+titanlab: compose, run, prove and compare LLM training recipes
+
+usage: titanlab VERB [ARGUMENT …]
+
+{verbs}
+
+titanlab train --help        Hydra's groups and flags (--cfg job --resolve, -m, --info …)
+titanlab VERB --help         what a verb takes
+titanlab --version"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +115,9 @@ def call(words: Sequence[str]) -> int:
         TitanlabError: bad input, or a failure that is one line.
     """
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_help())
+        width = max(map(len, VERBS))
+        verbs = "\n".join(f"  {name:<{width}}  {verb.about}" for name, verb in VERBS.items())
+        print(_HELP.format(verbs=verbs))
         return 0
     if words[0] in ("-V", "--version"):
         print(f"titanlab {__version__}")
@@ -120,11 +133,15 @@ def call(words: Sequence[str]) -> int:
     if verb == "train" and not any(word.partition("=")[0] == FROM for word in rest):
         args = argparse.Namespace(run=None, rest=rest)
     else:
-        args = parser_of(verb).parse_args(rest)
+        args = VERBS[verb].parser(verb).parse_args(rest)
     verb_main = main_of(verb)
     if verb not in _CLEANS_UP or threading.current_thread() is not threading.main_thread():
         return verb_main(args)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         return verb_main(args)
     finally:
@@ -136,22 +153,3 @@ def main_of(verb: str) -> Callable[[argparse.Namespace], int]:
         module = importlib.import_module(f"titanlab.cli.{VERBS[verb].module}")
     verb_main: Callable[[argparse.Namespace], int] = getattr(module, f"{verb.replace('-', '_')}_verb")
     return verb_main
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def _help() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {verb.about}" for name, verb in VERBS.items())
-    return f"""\
-titanlab: compose, run, prove and compare LLM training recipes
-
-usage: titanlab VERB [ARGUMENT …]
-
-{verbs}
-
-titanlab train --help        Hydra's groups and flags (--cfg job --resolve, -m, --info …)
-titanlab VERB --help         what a verb takes
-titanlab --version"""

@@ -175,34 +175,36 @@ class RoutedExperts:
 
 
 class TensorPlan(dict[str, str]):
-    """Path of a module → name of its style; `*` matches one step of a path.
+    """Path of a module → name of its style; `*` matches one step of a path. Never changed: it caches its answers."""
 
-    Caches its answers, because every compared layout asks for the same modules. Never changed.
-    """
-
-    def __init__(self, styles: Mapping[str, str]) -> None:
+    def __init__(self, styles: Iterable[tuple[str, str]]) -> None:
         super().__init__(styles)
-        self._items = tuple(styles.items())
-        self._known: dict[str, str] = {}
-        self._pieces: dict[str, tuple[str, ...]] = {}
+        # Every compared layout asks for the same modules.
+        self.style_of = functools.cache(self._style_of)
+        self.styles_in = functools.cache(self._styles_in)
 
-    def style_of(self, module: str) -> str:
-        style = self._known.get(module)
-        if style is None:
-            style = self._known[module] = _style(self._items, module)
-        return style
+    def _style_of(self, module: str) -> str:
+        for pattern, style in self.items():
+            # Compare the number of dots, because fnmatch's `*` would match several steps.
+            if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern):
+                return style
+        return ""
 
-    def styles_in(self, piece: str) -> tuple[str, ...]:
+    def _styles_in(self, piece: str) -> tuple[str, ...]:
         """Styles of the modules of a piece."""
-        styles = self._pieces.get(piece)
-        if styles is None:
-            depth = piece.count(".") + 1
-            styles = self._pieces[piece] = tuple(
-                style
-                for pattern, style in self.items()
-                if fnmatch.fnmatchcase(piece, ".".join(pattern.split(".")[:depth]))
-            )
-        return styles
+        steps = piece.count(".") + 1
+        begins = ((".".join(pattern.split(".")[:steps]), style) for pattern, style in self.items())
+        return tuple(style for begin, style in begins if fnmatch.fnmatchcase(piece, begin))
+
+
+# Cached over accounts: new accounts have equal plans.
+@functools.lru_cache(maxsize=256)
+def _tensor_plan(styles: tuple[tuple[str, str], ...]) -> TensorPlan:
+    return TensorPlan(styles)
+
+
+def style_of(plan: Mapping[str, str], module: str) -> str:
+    return _tensor_plan(tuple(plan.items())).style_of(module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +269,7 @@ class ModelAccount:
 
     @functools.cached_property
     def plan(self) -> TensorPlan:
-        return TensorPlan(self.tensor_plan)
+        return _tensor_plan(tuple(self.tensor_plan.items()))
 
     @functools.cached_property
     def parameter_count(self) -> int:
@@ -290,19 +292,9 @@ class ModelAccount:
         tables = {self.embedding, *self.lookups} - set(self.tied.values())
         return sum(math.prod(self.parameters[name]) for name in tables)
 
-
-def style_of(plan: Mapping[str, str], module: str) -> str:
-    return _style(tuple(plan.items()), module)
-
-
-# Cached over accounts: new accounts have equal plans.
-@functools.lru_cache(maxsize=16384)
-def _style(plan: tuple[tuple[str, str], ...], module: str) -> str:
-    for pattern, style in plan:
-        # Compare the number of dots, because fnmatch's `*` would match several steps.
-        if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern):
-            return style
-    return ""
+    @functools.cached_property
+    def linear_layers(self) -> dict[str, tuple[int, ...]]:
+        return linear_layers(self)
 
 
 BLOCKS = "layers"
@@ -317,10 +309,6 @@ def is_in_block(name: str) -> bool:
     return name.startswith(f"{BLOCKS}.")
 
 
-# Styles in a tensor plan of layers that multiply.
-_PRODUCTS = ("colwise", "rowwise", "head")
-
-
 def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
     """Path of every linear layer → shape of its weight, [out, in].
 
@@ -329,21 +317,21 @@ def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter, shape in model.parameters.items():
         name, _, leaf = parameter.rpartition(".")
-        multiplies = not model.tensor_plan or model.plan.style_of(name) in _PRODUCTS
+        multiplies = not model.tensor_plan or model.plan.style_of(name) in ("colwise", "rowwise", "head")
         if leaf == "weight" and len(shape) == 2 and multiplies and parameter not in (model.embedding, *model.lookups):
             shapes[name] = shape
     return shapes
-
-
-def path_matches(name: str, pattern: str) -> bool:
-    """Whether steps of a module's path match a pattern: `wk`, `feed_forward.w*`, `layers.0`, or a whole path."""
-    return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
 
 
 def part_shape(model: ModelAccount, name: str, shape: tuple[int, ...], degree: int) -> tuple[int, ...]:
     """Shape of one tensor-parallel rank's part of a linear layer's weight; of the first rank, if parts are uneven."""
     cut = cut_dim(model.plan.style_of(name), len(shape))
     return tuple(-(-size // degree) if dim == cut else size for dim, size in enumerate(shape))
+
+
+def path_matches(name: str, pattern: str) -> bool:
+    """Whether steps of a module's path match a pattern: `wk`, `feed_forward.w*`, `layers.0`, or a whole path."""
+    return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
 
 
 CONTEXT_ATTENTION = "titanlab.context_attention.default"

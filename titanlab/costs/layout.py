@@ -9,39 +9,16 @@ from typing import Literal
 
 from titanlab.errors import ConfigError
 
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """An axis of parallelism.
-
-    Attributes:
-        name: of its degree, in layouts and configs.
-        short: its name in labels and names of runs.
-        reads_data: whether its ranks read different sequences.
-        shards_parameters: whether FSDP2 shards parameters, gradients and optimizer state over its ranks. Such axes are
-            adjacent, and one dimension of the mesh if more than one has a degree above 1.
-    """
-
-    name: str
-    short: str
-    reads_data: bool = False
-    shards_parameters: bool = False
-
-
-# The only list of the axes, outermost first: neighbouring ranks, which have the fastest links, differ in the last axis.
-ALL_AXES = (
-    Axis(name="pipeline", short="pp"),
-    Axis(name="replicate", short="dp_r", reads_data=True),
-    Axis(name="shard", short="dp_s", reads_data=True, shards_parameters=True),
-    # Context ranks share a sequence; their gradients are summed like gradients of different sequences.
-    Axis(name="context", short="cp", shards_parameters=True),
-    Axis(name="tensor", short="tp"),
-)
-AXES = tuple(axis.name for axis in ALL_AXES)
-DATA_AXES = tuple(axis.name for axis in ALL_AXES if axis.reads_data)
-FSDP_AXES = tuple(axis.name for axis in ALL_AXES if axis.shards_parameters)
-# In labels the pipeline comes last, as in the literature.
-SHORT = {axis.name: axis.short for axis in (*ALL_AXES[1:], ALL_AXES[0])}
+# The axes of parallelism, outermost first: neighbouring ranks, which have the fastest links, differ in the last axis.
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+# Axes whose ranks read different sequences. Context ranks share one; their gradients are summed like those of different
+# sequences.
+DATA_AXES = ("replicate", "shard")
+# Axes over whose ranks FSDP2 shards parameters, gradients and optimizer state. They are adjacent, and one dimension of
+# the mesh if more than one has a degree above 1.
+FSDP_AXES = ("shard", "context")
+# Names in labels and names of runs. In labels the pipeline comes last, as in the literature.
+SHORT = {"replicate": "dp_r", "shard": "dp_s", "context": "cp", "tensor": "tp", "pipeline": "pp"}
 
 # How gradients of data-parallel ranks are summed.
 DataParallelism = Literal["ddp", "fsdp2", "none"]

@@ -214,34 +214,25 @@ class Meter:
         return seconds
 
     def window(self) -> Speed:
+        """The speed of the steps since the last window."""
         start, self._window_start = self._window_start, self.steps
         if start == self.steps:
             raise RuntimeError("no step since the last window")
         seconds = self._seconds[start:]
-        total = sum(seconds)
-        return self._as_speed(
-            len(seconds),
-            mean=total / len(seconds),
-            median=statistics.median(seconds),
-            data=sum(self._data_seconds[start:]) / len(seconds),
-            rate=sum(self._tokens[start:]) / max(total, 1e-12),
-            warming_up=start < self._warmup_steps,
-        )
+        rate = sum(self._tokens[start:]) / max(sum(seconds), 1e-12)
+        return self._speed(start, seconds=statistics.fmean(seconds), average=statistics.fmean, rate=rate)
 
     def measured(self) -> Speed | None:
         """Medians over all steps after warm-up; None if there is no such step."""
         start = min(self._warmup_steps, self.steps)
         if start == self.steps:
             return None
-        seconds = statistics.median(self._seconds[start:])
         pairs = zip(self._tokens[start:], self._seconds[start:], strict=True)
-        return self._as_speed(
-            self.steps - start,
-            mean=seconds,
-            median=seconds,
-            data=statistics.median(self._data_seconds[start:]),
+        return self._speed(
+            start,
+            seconds=statistics.median(self._seconds[start:]),
+            average=statistics.median,
             rate=statistics.median(tokens / max(span, 1e-12) for tokens, span in pairs),
-            warming_up=False,
         )
 
     def seconds_left(self, steps_left: int) -> float | None:
@@ -274,20 +265,26 @@ class Meter:
             "peak_source": self._work.peak_source,
         }
 
-    def _as_speed(self, steps: int, *, mean: float, median: float, data: float, rate: float, warming_up: bool) -> Speed:
-        """The speed, with TFLOP/s and MFU from `rate`, the tokens per second of all devices."""
+    def _speed(self, start: int, *, seconds: float, average: Callable[[array[float]], float], rate: float) -> Speed:
+        """The speed of the steps from `start` on.
+
+        Args:
+            seconds: of one step.
+            average: of values by step.
+            rate: tokens per second of all devices.
+        """
         per_device = rate / self._work.devices
         flops = per_device * self._work.flops_per_token
         peak = self._work.peak_flops
         share = None if peak is None else 100 * flops / peak
         return Speed(
-            steps=steps,
-            step_seconds=mean,
-            step_seconds_median=median,
-            data_seconds=data,
+            steps=self.steps - start,
+            step_seconds=seconds,
+            step_seconds_median=statistics.median(self._seconds[start:]),
+            data_seconds=average(self._data_seconds[start:]),
             tokens_per_second=per_device,
             tflops=flops / 1e12,
             # Without a faster format, a share above 100 % is impossible: the peak was measured too low.
             mfu_percent=None if share is None or (share > 100 and not self._work.may_exceed_peak) else share,
-            warming_up=warming_up,
+            warming_up=start < self._warmup_steps,
         )

@@ -157,11 +157,37 @@ def sum_whole_gradients(step: Step, rank: Coordinate, pieces: Sequence[str], tra
         traffic.add(step.axis("tensor"), "all_reduce", size, ranks=step.layout.tensor)
 
 
-def add_context(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
-    """Keys and values in forward and backward, and their gradients."""
-    if step.layout.context > 1:
-        for block in (piece for piece in pieces if is_in_block(piece)):
-            context_of_block(step, block, rank, traffic)
+def add_context(
+    step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic, *, only_forward: bool = False
+) -> None:
+    """Keys and values in forward and backward, and their gradients, of all microbatches."""
+    ranks, axis, times = step.layout.context, step.axis("context"), step.microbatches
+    if ranks == 1:
+        return
+    after, before = ranks - 1 - rank.context, rank.context
+    # The backward pass transfers keys and values once more.
+    passes = 1 if only_forward else 2
+    heads = step.account.kv_heads // step.layout.tensor
+    for block in (piece for piece in pieces if is_in_block(piece)):
+        # A rank's keys or values, and those of the first half of its tokens.
+        whole = step.tokens * heads * step.account.head_dim * step.element_bytes(block)
+        half = whole // 2
+        if step.context_method == "all_gather":
+            traffic.add(axis, "all_gather", 2 * ranks * whole, ranks=ranks, times=times * passes)
+            if not only_forward:
+                returned = 2 * (after * whole + before * half)
+                traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
+            continue
+        # A rank first sends its own block, then the blocks that arrive; of blocks of ranks before it, only the first
+        # half.
+        sent = (0, ranks - 1) if before == 0 else (min(after + 1, ranks - 1), before - 1)
+        messages = [("send", sent, passes), ("recv", (after, before), passes)]
+        if not only_forward:
+            # Gradients of received blocks go to their owners, and gradients of this rank's keys arrive.
+            messages += [("send", (after, before), 1), ("recv", (before, after), 1)]
+        for kind, (wholes, halves), count in messages:
+            traffic.add(axis, kind, whole, ranks=ranks, times=2 * times * count * wholes)
+            traffic.add(axis, kind, half, ranks=ranks, times=2 * times * count * halves)
 
 
 def add_exchange(step: Step, pieces: Sequence[str], traffic: Traffic, *, only_forward: bool = False) -> None:
@@ -184,8 +210,8 @@ def _add_repeated(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: 
     """Add the communication that recomputation of blocks repeats; the sum of a block's last product is not repeated."""
     layout, axis = step.layout, step.axis("tensor")
     for block, repeats in ((piece, step.repeats[piece]) for piece in pieces if piece in step.repeats):
-        if repeats.context and layout.context > 1:
-            forward_context_of_block(step, block, rank, traffic)
+        if repeats.context:
+            add_context(step, rank, (block,), traffic, only_forward=True)
         if repeats.exchange:
             add_exchange(step, (block,), traffic, only_forward=True)
         if layout.tensor == 1:
@@ -231,50 +257,6 @@ def _padded(step: Step, rank: Coordinate, name: str) -> int:
     cuts = cuts_of(step.account, name, step.layout)
     number = rank.tensor if cuts.tensor == step.layout.tensor else 0  # for experts all parts are equal
     return math.prod(gathered_part(step.account, name, **cuts._asdict(), number=number))
-
-
-def context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
-    """Keys and values in forward and backward, and their gradients, of all microbatches."""
-    forward_context_of_block(step, block, rank, traffic)
-    # The backward pass transfers keys and values once more.
-    forward_context_of_block(step, block, rank, traffic)
-    ranks, axis, times = step.layout.context, step.axis("context"), step.microbatches
-    whole, half = _block_bytes(step, block)
-    after, before = ranks - 1 - rank.context, rank.context
-    if step.context_method == "all_gather":
-        returned = 2 * (after * whole + before * half)
-        traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
-        return
-    # Gradients of received blocks go to their owners, and gradients of this rank's keys arrive.
-    _add(traffic, axis, "send", {whole: after, half: before}, ranks=ranks, times=2 * times)
-    _add(traffic, axis, "recv", {whole: before, half: after}, ranks=ranks, times=2 * times)
-
-
-def forward_context_of_block(step: Step, block: str, rank: Coordinate, traffic: Traffic) -> None:
-    """Keys and values of one forward pass, of all microbatches."""
-    ranks, axis, times = step.layout.context, step.axis("context"), step.microbatches
-    whole, half = _block_bytes(step, block)
-    if step.context_method == "all_gather":
-        traffic.add(axis, "all_gather", 2 * ranks * whole, ranks=ranks, times=times)
-        return
-    after, before = ranks - 1 - rank.context, rank.context
-    # A rank first sends its own block, then the blocks that arrive; of blocks of ranks before it, only the first half.
-    sent = {half: ranks - 1} if before == 0 else {whole: min(after + 1, ranks - 1), half: before - 1}
-    _add(traffic, axis, "send", sent, ranks=ranks, times=2 * times)
-    _add(traffic, axis, "recv", {whole: after, half: before}, ranks=ranks, times=2 * times)
-
-
-def _add(traffic: Traffic, axis: str, kind: str, counts: dict[int, int], *, ranks: int, times: int) -> None:
-    for size, count in counts.items():
-        traffic.add(axis, kind, size, ranks=ranks, times=times * count)
-
-
-def _block_bytes(step: Step, block: str) -> tuple[int, int]:
-    """Bytes of one rank's keys or values of a microbatch, and of the first half of its tokens."""
-    account = step.account
-    heads = account.kv_heads // step.layout.tensor
-    whole = step.tokens * heads * account.head_dim * step.element_bytes(block)
-    return whole, whole // 2
 
 
 @dataclass(frozen=True, kw_only=True)

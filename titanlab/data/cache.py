@@ -26,11 +26,7 @@ _LOOK_SECONDS = 0.2
 
 
 def location() -> Path:
-    """The cache folder, which need not exist: `$TITANLAB_CACHE`, `$XDG_CACHE_HOME/titanlab`, or `~/.cache/titanlab`.
-
-    Raises:
-        ConfigError: no variable names one, and the user has no home.
-    """
+    """The cache folder, which need not exist: `$TITANLAB_CACHE`, `$XDG_CACHE_HOME/titanlab`, or `~/.cache/titanlab`."""
     if folder := os.environ.get(VARIABLE):
         return user_path(folder)
     if caches := os.environ.get("XDG_CACHE_HOME"):
@@ -42,11 +38,7 @@ def location() -> Path:
 
 
 def root() -> Path:
-    """The cache folder, created if it is missing.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """The cache folder, created if it is missing."""
     folder = location()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -317,9 +317,6 @@ def check_separators(separators: Separators, *, whose: str, cure: str) -> None:
 
     Args:
         whose: for the error, the source of the tokens, such as `the tokenizer`.
-
-    Raises:
-        ConfigError: there is neither a token that begins a document nor one that ends it.
     """
     if not separators.separate:
         rule = f"{whose} has neither a token that begins a document nor one that ends it"

@@ -12,6 +12,7 @@ import importlib
 import io
 import lzma
 import os
+import sysconfig
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -73,20 +74,12 @@ class Corpus:
         return "; ".join(parts)
 
     def documents(self) -> Iterator[str]:
-        """Every complete document that is not empty.
-
-        Raises:
-            ConfigError: a file cannot be read, or does not have the format of its file name's ending.
-        """
+        """Every complete document that is not empty."""
         for file in self.files:
             yield from self._documents_of(file)
 
     def check(self) -> None:
-        """Check that the beginnings of about 100 files can be read and have text; no file is read completely.
-
-        Raises:
-            ConfigError: a file cannot be read or does not have the format of its ending, or all files are empty.
-        """
+        """Check that the beginnings of about 100 files can be read and have text; no file is read completely."""
         for file in self.files:
             if builder := _TABLES.get(_ending(file)):
                 rule = "is a table, and not text"
@@ -127,17 +120,9 @@ class Corpus:
                     break
 
     def _documents_of(self, file: Path) -> Iterator[str]:
-        kind = _kind(file)
+        read = {"parquet": self._parquet, "lines": self._lines, "text": self._text}[_kind(file)]
         with self._reading(file):
-            if kind == "parquet":
-                texts = self._parquet(file)
-            elif kind == "lines":
-                texts = self._lines(file)
-            else:
-                texts = self._text(file)
-            for text in texts:
-                if text:
-                    yield text
+            yield from filter(None, read(file))
 
     @contextlib.contextmanager
     def _reading(self, file: Path) -> Iterator[None]:
@@ -237,19 +222,52 @@ class Corpus:
 
 
 def corpus_of(patterns: str, text_field: str) -> Corpus:
-    """The corpus of the files that match; from folders and globs, leaves out files that describe data beside them.
-
-    Raises:
-        ConfigError: a pattern matches no file.
-    """
+    """The corpus of the files that match; from folders and globs, leaves out files that describe data beside them."""
     files = matching(patterns)
     named = {Path(pattern) for pattern in _patterns(patterns)}
-    about = {file for file in files if file not in named and _is_about(file)}
+    about = set()
+    for file in files:
+        name = file.name.lower()
+        if file not in named and (name in _ABOUT or (name.partition(".")[0] in _ABOUT_TEXTS and _kind(file) == "text")):
+            about.add(file)
     # If all files are plain text, a README is a document too.
     if not any(_kind(file) != "text" or _ending(file) in _TABLES for file in files if file not in about):
         about = set()
     read = tuple(file for file in files if file not in about)
     return Corpus(files=read, text_field=text_field, left_out=tuple(sorted(about)))
+
+
+# Installed packages, folders that only some systems have, and tables of characters, which are useless as training text.
+_LEFT_OUT = {
+    "__pycache__",
+    "__phello__",
+    "dist-packages",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib-dynload",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
+# These files contain paths of the machine that built this Python.
+_BUILT = ("_sysconfigdata", "_sysconfig_vars")
+
+
+def library_of_python(folder: Path | None = None) -> Corpus:
+    """The source of the standard library of this Python, sorted by the paths in it."""
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    sources: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _LEFT_OUT and not name.startswith("config-"))
+        sources += [Path(place, file) for file in names if file.endswith(".py") and not file.startswith(_BUILT)]
+    if not sources:
+        rule = f"this Python came without the source of its library ({folder})"
+        raise ConfigError("data", "stdlib", rule, "try data=files")
+    files = tuple(sorted(sources, key=lambda file: file.relative_to(folder).parts))
+    return Corpus(files=files, key="data", strict=False)
 
 
 def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
@@ -305,11 +323,6 @@ def _folders(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
 def _patterns(patterns: str) -> list[str]:
     parts = filter(None, (part.strip() for part in patterns.split(os.pathsep)))
     return [os.path.abspath(os.path.expanduser(part)) for part in parts]
-
-
-def _is_about(file: Path) -> bool:
-    name = file.name.lower()
-    return name in _ABOUT or (name.partition(".")[0] in _ABOUT_TEXTS and _kind(file) == "text")
 
 
 def _kind(file: Path) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlab.data import cache, tokenizers
-from titanlab.data.contract import Report, State, Stream, damaged, is_count
+from titanlab.data.contract import Report, Stream, damaged, is_count
 from titanlab.data.corpus import is_held_out, matching, whole_characters
 from titanlab.data.schema import LOCAL_BUILDERS, HuggingFace
 from titanlab.data.source import check_multiple, check_validation
@@ -39,11 +39,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
     def fingerprint(self) -> str:
         return cache.hash_of_values(self._content, self.config.streams)
 
-    @property
-    def name(self) -> str:
-        return self.config.path
-
-    @property
+    @cached_property
     def held_out(self) -> tuple[str, object]:
         return "data.validation_documents", self.config.validation_documents
 
@@ -59,18 +55,17 @@ class HuggingFaceSource(CachedText[HuggingFace]):
             if not config.validation_documents:
                 check_validation(None, *self.held_out)
 
-    def open_train(self, *, state: State | None, **how: Any) -> Stream:
+    def open_train(self, *, seed: int, seq_len: int, **place: Any) -> Stream:
         from titanlab.data import streaming
 
-        # No seed: documents come in the dataset's order, so that a position is a place in the dataset.
-        del how["seed"]
+        # The seed is not used: documents come in the dataset's order, so that a position is a place in the dataset.
         dataset, reader = open_dataset(self.config, self.config.split), self.tokenizer()
         stream: Stream = streaming.StreamingStream(
             lambda number, position: StreamDocuments(dataset, self.config, reader, number, position),
             streams=self.config.streams,
             fingerprint=self.fingerprint(),
-            state=state,
-            **how,
+            seq_len=seq_len,
+            **place,
         )
         if self.config.prefetch:
             stream = streaming.ReadAhead(stream, self.config.prefetch)
@@ -91,7 +86,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
             ORDER, location, config.name, config.revision, config.split, held_out, config.text_field, tokenizer
         )
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         return cache.root() / "tokens" / f"hf-{self._content}"
 
@@ -99,6 +94,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
         # Reads and keeps the held-out documents, and trains a tokenizer if the config names none: once, not on every
         # rank. A dataset that cannot be read fails here, before training starts.
         from titanlab.data import shards
+        from titanlab.data.new_tokenizer import beginning
 
         config = self.config
         report(f"opening the dataset {config.path}")
@@ -111,15 +107,18 @@ class HuggingFaceSource(CachedText[HuggingFace]):
         if first is None:
             raise ConfigError("data.path", config.path, f"has no text in {config.text_field}", "name another column")
         if config.tokenizer is None:
-            file = folder / "tokenizer.model"
-            sample = _sample(chain([first], texts))
-            reader = train_tokenizer(sample, vocab_size=config.vocab_size, file=file, report=report)
+            reader = train_tokenizer(beginning(chain([first], texts)), config, folder, report)
         else:
             reader = tokenizers.load(Path(config.tokenizer))
         texts.close()
+        if config.validation_split is not None and config.validation_documents:
+            dataset = open_dataset(config, config.validation_split, "data.validation_split")
+            held_out = documents(dataset, config)
+        else:
+            held_out = (text for text in documents(dataset, config) if _is_held_out(config, text))
         index = shards.write_documents(
             folder,
-            _validation_documents(config, dataset),
+            islice(held_out, config.validation_documents),
             tokenizer=reader,
             fingerprint=self._content,
             report=report,
@@ -132,27 +131,6 @@ class HuggingFaceSource(CachedText[HuggingFace]):
 def _local_files(config: HuggingFace) -> list[Path]:
     patterns = [pattern for pattern in config.data_files if "://" not in pattern]
     return [file for pattern in patterns for file in matching(pattern, "data.data_files")]
-
-
-def _sample(texts: Iterator[str]) -> Iterator[str]:
-    from titanlab.data import new_tokenizer
-
-    left = new_tokenizer.SAMPLE_CHARACTERS
-    for text in texts:
-        yield text
-        if (left := left - len(text)) <= 0:
-            return
-
-
-def _validation_documents(config: HuggingFace, dataset: Any) -> Iterator[str]:
-    if not config.validation_documents:
-        return iter(())
-    if config.validation_split is not None:
-        dataset = open_dataset(config, config.validation_split, "data.validation_split")
-        texts = documents(dataset, config)
-    else:
-        texts = (text for text in documents(dataset, config) if _is_held_out(config, text))
-    return islice(texts, config.validation_documents)
 
 
 def _is_held_out(config: HuggingFace, text: str) -> bool:
@@ -179,10 +157,17 @@ class StreamDocuments:
         self._sharing = len(range(number % self._files, config.streams, self._files))
         self._turn = number // self._files
         self._epoch = self._seen = self._kept = 0
+        state = None
         if position is not None:
-            _check_position(number, position)
+            place = f"parts.{number}.position"
+            for name in ("epoch", "seen", "kept"):
+                if not is_count(position.get(name)):
+                    raise damaged(f"{place}.{name}", position.get(name), "must be a whole number from 0")
+            state = position.get("dataset")
+            if "dataset" not in position or not isinstance(state, dict | None):
+                raise damaged(f"{place}.dataset", state, "must be a mapping or null")
             self._epoch, self._seen, self._kept = position["epoch"], position["seen"], position["kept"]
-        self._open(position["dataset"] if position is not None else None)
+        self._open(state)
 
     def position(self) -> Position:
         """The epoch, the numbers of documents seen and kept in it, and the state of the HF dataset."""
@@ -190,11 +175,10 @@ class StreamDocuments:
         return {"epoch": self._epoch, "seen": self._seen, "kept": self._kept, "dataset": state}
 
     def next(self) -> npt.NDArray[np.uint32]:
-        """The next document, uint32 `[tokens]`.
+        """The next document, uint32 `[tokens]`."""
+        # Imported here: the checks of a recipe need no numpy.
+        import numpy as np
 
-        Raises:
-            ConfigError: the dataset has no column `text_field`, or no text for this stream.
-        """
         while True:
             row = _next(self._rows, self._config)
             if row is None:
@@ -207,30 +191,32 @@ class StreamDocuments:
             text = text_of(row, self._config)
             if text and not _is_held_out(self._config, text):
                 self._kept += 1
-                return self._tokenised(text)
+                around, ids = separators_of(self._tokenizer), self._tokenizer.encode(text)
+                before, after = ([] if token is None else [token] for token in (around.begin, around.end))
+                return np.array([*before, *ids, *after], dtype=np.uint32)
 
     def close(self) -> None:
-        self._rows.close()
+        self._source.close()
 
     def _open(self, state: dict[str, Any] | None) -> None:
-        # After `load_state_dict`, an HF dataset's `state_dict` does not give the loaded state until a row is read.
-        self._start, self._begun = state, False
-        self._part = self._dataset.shard(num_shards=self._files, index=self._number % self._files, contiguous=False)
-        if state is not None:
-            self._part.load_state_dict(copy.deepcopy(state))
-        self._rows: Any = _rows(self._part)
-        if state is not None:
-            self._rows = self._after_first(self._rows, state)
-
-    def _after_first(self, rows: Any, state: dict[str, Any]) -> Any:
-        """The rows; reads the first row at once, because only then does `datasets` read the state.
+        """Begin to read this stream's files, from a state.
 
         Raises:
             ConfigError: `datasets` does not understand the state. The checkpoint is not damaged: another version of
             `datasets` may have saved it, as also all earlier checkpoints.
         """
+        # After `load_state_dict`, an HF dataset's `state_dict` does not give the loaded state until a row is read.
+        self._start, self._begun = state, False
+        self._part = self._dataset.shard(num_shards=self._files, index=self._number % self._files, contiguous=False)
+        if state is not None:
+            self._part.load_state_dict(copy.deepcopy(state))
+        self._source = _rows(self._part)
+        self._rows: Iterator[dict[str, Any]] = self._source
+        if state is None:
+            return
         try:
-            first = _next(rows, self._config)
+            # Only with the first row does `datasets` read the state.
+            first = _next(self._source, self._config)
         except ConfigError as error:
             # Errors of other types can also come from the files.
             if not isinstance(error.__cause__, (TypeError, LookupError, AttributeError, OverflowError)):
@@ -238,7 +224,8 @@ class StreamDocuments:
             rule = f"datasets does not understand it ({type(error.__cause__).__name__})"
             cure = "install the version of datasets that saved it, or resume from another checkpoint of the run"
             raise ConfigError(f"data.parts.{self._number}.position.dataset", state, rule, cure) from error
-        return _with_first(first, rows)
+        if first is not None:
+            self._rows = chain([first], self._source)
 
     def _begin_epoch(self) -> None:
         if not self._kept:
@@ -251,22 +238,6 @@ class StreamDocuments:
         self._epoch, self._seen, self._kept = self._epoch + 1, 0, 0
         self._open(None)
 
-    def _tokenised(self, text: str) -> npt.NDArray[np.uint32]:
-        import numpy as np
-
-        around, ids = separators_of(self._tokenizer), self._tokenizer.encode(text)
-        before, after = ([] if token is None else [token] for token in (around.begin, around.end))
-        return np.array([*before, *ids, *after], dtype=np.uint32)
-
-
-def _check_position(number: int, position: Position) -> None:
-    for name in ("epoch", "seen", "kept"):
-        if not is_count(position.get(name)):
-            raise damaged(f"parts.{number}.position.{name}", position.get(name), "must be a whole number from 0")
-    state = position.get("dataset")
-    if "dataset" not in position or not isinstance(state, dict | None):
-        raise damaged(f"parts.{number}.position.dataset", state, "must be a mapping or null")
-
 
 def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
     """All texts of a dataset that are not empty, in order."""
@@ -278,11 +249,7 @@ def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
 
 
 def text_of(row: dict[str, Any], config: HuggingFace) -> str:
-    """The text of a row; empty if it is null.
-
-    Raises:
-        ConfigError: the row has no column `text_field`, or its value is not a string.
-    """
+    """The text of a row; empty if it is null."""
     if config.text_field not in row:
         raise ConfigError(
             "data.text_field", config.text_field, f"is no column of {config.path}", f"it has: {', '.join(row)[:80]}"
@@ -296,11 +263,7 @@ def text_of(row: dict[str, Any], config: HuggingFace) -> str:
 
 
 def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> Any:
-    """Open an HF `IterableDataset`; reads only the dataset's description.
-
-    Raises:
-        ConfigError: there is no such dataset or split, or it cannot be reached.
-    """
+    """Open an HF `IterableDataset`; reads only the dataset's description."""
     if config.path not in LOCAL_BUILDERS and not os.path.exists(config.path) and not is_offline():
         check_reachable(config.path, "data.path")
     options = {"name": config.name, "revision": config.revision, "data_files": list(config.data_files) or None}
@@ -367,13 +330,6 @@ def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any]
 def _rows(dataset: Any) -> Any:
     # A generator, so that the caller can close it: an iterator has no `close`.
     yield from dataset
-
-
-def _with_first(first: dict[str, Any] | None, rows: Any) -> Any:
-    with contextlib.closing(rows):
-        if first is not None:
-            yield first
-            yield from rows
 
 
 def _library() -> Any:

@@ -9,7 +9,7 @@ Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002). The round functi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,15 @@ import numpy.typing as npt
 
 from titanlab.data.contract import IGNORE, Batch, SampleStream, Separators
 from titanlab.data.shards import INDEX, ShardIndex
-from titanlab.data.source import check_sequences, check_validation
 from titanlab.errors import ConfigError
 
 _CHECKED_TOKENS = 1 << 20
 
+Numbers = npt.NDArray[np.int64]
+
 
 def check_tokens(folder: Path, index: ShardIndex, key: str = "data.folder") -> None:
-    """Check that the first 2^20 tokens of every file are below `vocab_size`.
-
-    Raises:
-        ConfigError: a token is not below it.
-    """
+    """Check that the first 2^20 tokens of every file are below `vocab_size`."""
     for file, first in _beginnings(folder, index):
         if int(first.max()) >= index.vocab_size:
             rule = f"has token {int(first.max())}, and {INDEX} says vocab_size {index.vocab_size}"
@@ -37,11 +34,7 @@ def check_tokens(folder: Path, index: ShardIndex, key: str = "data.folder") -> N
 
 
 def check_documents(folder: Path, index: ShardIndex, separators: Separators, key: str) -> None:
-    """Check that a document ends in the first 2^20 tokens of at least one file.
-
-    Raises:
-        ConfigError: no document ends there, so that the index names the wrong separators.
-    """
+    """Check that a document ends in the first 2^20 tokens of at least one file."""
     if any(separators.starts(first[None].astype(np.int64)).any() for _, first in _beginnings(folder, index)):
         return
     rule = f"no document ends in the first {_CHECKED_TOKENS:,} tokens of any file"
@@ -51,7 +44,7 @@ def check_documents(folder: Path, index: ShardIndex, separators: Separators, key
 
 def _beginnings(folder: Path, index: ShardIndex) -> Iterator[tuple[Path, npt.NDArray[Any]]]:
     """The first 2^20 tokens of every file that is not empty."""
-    for shard in (*index.train, *index.validation):
+    for shard in index.shards:
         count = min(shard.tokens, _CHECKED_TOKENS)
         if count:
             yield folder / shard.file, np.fromfile(folder / shard.file, dtype=_stored(index), count=count)
@@ -72,27 +65,28 @@ class Split:
             for shard in index.split(name)
             if shard.tokens
         ]
-        counts = [max(0, len(file) - 1) // seq_len for file in self.files]
-        self._tokens = [file[: n * seq_len].reshape(n, seq_len) for file, n in zip(self.files, counts, strict=True)]
-        self._labels = [
-            file[1 : n * seq_len + 1].reshape(n, seq_len) if n else self._tokens[number]
-            for number, (file, n) in enumerate(zip(self.files, counts, strict=True))
-        ]
-        self._ends = np.cumsum(counts, dtype=np.int64)
-        self.sequences = int(sum(counts))
+        # The sequences of each file: tokens and labels, `[sequences, seq]` each.
+        self._tables = []
+        for file in self.files:
+            n = (len(file) - 1) // seq_len
+            tokens = file[: n * seq_len].reshape(n, seq_len)
+            self._tables.append((tokens, file[1 : n * seq_len + 1].reshape(n, seq_len) if n else tokens))
+        self._ends = np.cumsum([len(tokens) for tokens, _ in self._tables], dtype=np.int64)
+        self.sequences = int(self._ends[-1]) if self.files else 0
 
     def gather(self, sequences: npt.NDArray[np.int64]) -> Batch:
         """Read the sequences with the numbers `[k]`: tokens and labels, int64 `[k, seq]` each."""
         if len(self.files) == 1:
-            return Batch(_rows(self._tokens[0], sequences), _rows(self._labels[0], sequences))
-        tokens = np.empty((len(sequences), self.seq_len), dtype=np.int64)
-        labels = np.empty_like(tokens)
+            tokens, labels = (table.take(sequences, axis=0).astype(np.int64) for table in self._tables[0])
+            return Batch(tokens, labels)
+        found = np.empty((2, len(sequences), self.seq_len), dtype=np.int64)
         files = np.searchsorted(self._ends, sequences, side="right")
         for file in np.unique(files):
             places = np.flatnonzero(files == file)
-            rows = sequences[places] - (self._ends[file] - len(self._tokens[file]))
-            tokens[places], labels[places] = self._tokens[file][rows], self._labels[file][rows]
-        return Batch(tokens, labels)
+            rows = sequences[places] - (self._ends[file] - len(self._tables[file][0]))
+            for part, table in zip(found, self._tables[file], strict=True):
+                part[places] = table[rows]
+        return Batch(found[0], found[1])
 
     def padded_rows(self) -> int:
         """Number of rows that cover every token that can be a label; the last row of each file is padded."""
@@ -110,11 +104,6 @@ class Split:
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: len(piece) - 1], labels[: len(piece) - 1] = piece[:-1], piece[1:]
         return tokens, labels
-
-
-def _rows(table: npt.NDArray[Any], numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    rows: npt.NDArray[np.int64] = table.take(numbers, axis=0).astype(np.int64)
-    return rows
 
 
 def _stored(index: ShardIndex) -> np.dtype[Any]:
@@ -173,29 +162,31 @@ def _network(x: U64, keys: U64, left_size: int, right_size: int) -> U64:
 _AHEAD = 1024
 
 
-class IndexedStream(SampleStream):
-    """Sequences of a split with at least one sequence, in a seeded order that differs from epoch to epoch."""
+class NumberedStream(SampleStream):
+    """Sequences that have numbers.
 
-    def __init__(self, split: Split, *, fingerprint: str, seed: int, **place: Any) -> None:
-        super().__init__(identity={"fingerprint": fingerprint, "seed": seed, "seq_len": split.seq_len}, **place)
-        self._split, self._seed = split, seed
+    Args:
+        order: samples `[k]` → the numbers of their sequences `[k]`.
+        read: numbers `[k]` → their tokens and labels, `[k, seq]` each.
+    """
+
+    def __init__(self, order: Callable[[Numbers], Numbers], read: Callable[[Numbers], Batch], **place: Any) -> None:
+        super().__init__(**place)
+        self._order, self._read = order, read
         self._next = self._samples + (self._rank - self._samples) % self._ranks
         self._local = self._global_batch // self._ranks
         self._ahead = np.empty(0, dtype=np.int64)
-        self._at = 0
 
     def next_batch(self) -> Batch:
-        if self._at == len(self._ahead):
+        if not len(self._ahead):
             # Computing the order of many steps costs little more than that of one step.
             count = max(1, _AHEAD // self._local) * self._local
             samples = self._next + self._ranks * np.arange(count, dtype=np.int64)
             self._next += self._ranks * count
-            self._ahead = shuffled(samples, seed=self._seed, n=self._split.sequences)
-            self._at = 0
-        chosen = self._ahead[self._at : self._at + self._local]
-        self._at += self._local
+            self._ahead = self._order(samples)
+        chosen, self._ahead = self._ahead[: self._local], self._ahead[self._local :]
         self._samples += self._global_batch
-        return self._split.gather(chosen)
+        return self._read(chosen)
 
 
 def rank_samples(start: int, *, global_batch: int, rank: int, ranks: int) -> range:
@@ -230,25 +221,3 @@ class HeldOutRows:
                 yield np.zeros(seq_len, dtype=np.int64), np.full(seq_len, IGNORE, dtype=np.int64)
             else:
                 yield self._split.padded_row(row)
-
-
-def open_train(folder: Path, index: ShardIndex, *, seq_len: int, **how: Any) -> IndexedStream:
-    """The training stream of a folder of token shards; `how`: as in `DataSource.open_train`, with the fingerprint.
-
-    Raises:
-        ConfigError: the shards have less than one sequence, or `state` belongs to other data.
-    """
-    check_sequences(index, seq_len)
-    return IndexedStream(Split(folder, index, "train", seq_len), **how)
-
-
-def open_validation(
-    folder: Path, index: ShardIndex, *, seq_len: int, key: str, value: object, **how: int
-) -> HeldOutRows:
-    """The held-out rows of a folder of token shards.
-
-    Raises:
-        ConfigError: nothing was held out.
-    """
-    check_validation(index, key, value)
-    return HeldOutRows(Split(folder, index, "validation", seq_len), **how)

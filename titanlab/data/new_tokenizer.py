@@ -20,6 +20,15 @@ SAMPLE_CHARACTERS = 8_000_000
 _SENTENCE_CHARACTERS = 4096
 
 
+def beginning(texts: Iterable[str]) -> Iterator[str]:
+    """The first texts, of `SAMPLE_CHARACTERS` in total."""
+    left = SAMPLE_CHARACTERS
+    for text in texts:
+        yield text
+        if (left := left - len(text)) <= 0:
+            return
+
+
 def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, file: Path) -> None:
     """Train a BPE on texts and write its `.model`.
 

@@ -92,9 +92,9 @@ class Files(Text):
             raise ConfigError("data.text_field", self.text_field, "names no field", "try text")
 
     def implementation(self) -> DataSource:
-        from titanlab.data.text import FilesSource
+        from titanlab.data.text import PreparedText
 
-        return FilesSource(self)
+        return PreparedText(self)
 
 
 @option("data", "stdlib")
@@ -107,9 +107,9 @@ class Stdlib(Text):
     validation_fraction: float = 0.05
 
     def implementation(self) -> DataSource:
-        from titanlab.data.text import StdlibSource
+        from titanlab.data.text import PreparedText
 
-        return StdlibSource(self)
+        return PreparedText(self)
 
 
 LOCAL_BUILDERS = ("json", "parquet", "text", "csv", "arrow")

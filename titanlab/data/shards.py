@@ -8,12 +8,13 @@ tokenizer.model          or tokenizer.json; optional
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from titanlab.data import cache
 from titanlab.data.contract import Report
@@ -40,7 +41,7 @@ _REPORT_TOKENS = 50_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShard:
-    """One file of tokens; `documents` is the writer's count, 0 where it is not known."""
+    """One file of tokens; `documents`: 0 where their number is not known."""
 
     file: str
     tokens: int
@@ -69,9 +70,8 @@ class ShardIndex:
     validation: tuple[TokenShard, ...] = ()
 
     @property
-    def files(self) -> list[str]:
-        """Names of all files, those of `train` first."""
-        return [shard.file for shard in (*self.train, *self.validation)]
+    def shards(self) -> tuple[TokenShard, ...]:
+        return (*self.train, *self.validation)
 
     def tokens(self, split: str) -> int:
         return sum(shard.tokens for shard in self.split(split))
@@ -113,11 +113,11 @@ def read_index(folder: Path, key: str = "data.folder") -> ShardIndex:
             raise ValueError(f"dtype {index.dtype!r}, neither uint16 nor uint32")
         if not 0 < index.vocab_size <= 1 << 8 * BYTES[index.dtype]:
             raise ValueError(f"vocab_size {index.vocab_size} does not fit {index.dtype}")
-        if outside := [name for name in index.files if Path(name).name != name]:
+        if outside := [shard.file for shard in index.shards if Path(shard.file).name != shard.file]:
             raise ValueError(f"{outside[0]!r} is not in the folder")
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(key, path, f"is no index of token shards ({error})", cure) from error
-    for shard in (*index.train, *index.validation):
+    for shard in index.shards:
         expected = shard.tokens * BYTES[index.dtype]
         file = folder / shard.file
         size = file.stat().st_size if file.is_file() else None
@@ -139,7 +139,7 @@ def fingerprint_of(folder: Path, index: ShardIndex) -> str:
     """A hash of the tokens in a folder; 32 hexadecimal digits."""
     if index.fingerprint:
         return cache.hash_of_values(VERSION, index.fingerprint)
-    content = cache.hash_of_files([folder / name for name in index.files])
+    content = cache.hash_of_files([folder / shard.file for shard in index.shards])
     return cache.hash_of_values(VERSION, index.dtype, len(index.train), content)
 
 
@@ -209,31 +209,27 @@ def pieces_of(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
 
 def _tokenised(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple[str, npt.NDArray[np.uint32]]]:
     """Each document with its tokens; encodes many documents at a time, and long documents in pieces."""
-    # A text that is encoded in two pieces may not decode to itself: some tokenizers add a space.
-    cuttable = tokenizer.decode(tokenizer.encode("a\n") + tokenizer.encode("b")) == "a\nb"
-    batch: list[str] = []
-    size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_CHARACTERS:
-            yield from zip(batch, _encoded(batch, tokenizer, cuttable=cuttable), strict=True)
-            batch, size = [], 0
-    if batch:
-        yield from zip(batch, _encoded(batch, tokenizer, cuttable=cuttable), strict=True)
-
-
-def _encoded(texts: list[str], tokenizer: Tokenizer, *, cuttable: bool) -> Iterator[npt.NDArray[np.uint32]]:
     # Imported here: the checks of an index need no numpy.
     import numpy as np
 
-    cut = [list(pieces_of(text)) if cuttable else [text] for text in texts]
-    encoded = iter(tokenizer.encode_many([piece for pieces in cut for piece in pieces]))
+    # A text that is encoded in two pieces may not decode to itself: some tokenizers add a space.
+    cuttable = tokenizer.decode(tokenizer.encode("a\n") + tokenizer.encode("b")) == "a\nb"
     around = separators_of(tokenizer)
     before, after = ([] if token is None else [token] for token in (around.begin, around.end))
-    for pieces in cut:
-        parts = [before, *(next(encoded) for _ in pieces), after]
-        yield np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])
+    rest = iter(documents)
+    while True:
+        batch: list[str] = []
+        size = 0
+        while size < _BATCH_CHARACTERS and (text := next(rest, None)) is not None:
+            batch.append(text)
+            size += len(text)
+        if not batch:
+            return
+        cut = [list(pieces_of(text)) if cuttable else [text] for text in batch]
+        encoded = iter(tokenizer.encode_many([piece for pieces in cut for piece in pieces]))
+        for text, pieces in zip(batch, cut, strict=True):
+            parts = [before, *(next(encoded) for _ in pieces), after]
+            yield text, np.concatenate([np.asarray(part, dtype=np.uint32) for part in parts])
 
 
 def _cut_tail(folder: Path, shards: list[TokenShard], fraction: float, token_bytes: int) -> dict[str, list[TokenShard]]:
@@ -257,30 +253,25 @@ class _SplitWriter:
     """Appends documents to `<name>-<number>.bin`, and begins a new file when the last one is long enough."""
 
     def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int) -> None:
-        import numpy as np
-
         self.shards: list[TokenShard] = []
         self.tokens = 0
-        self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
-        self._file: IO[bytes] | None = None
-        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._folder, self._name, self._dtype, self._shard_tokens = folder, name, dtype, shard_tokens
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> _SplitWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._open.close()
 
     def append(self, tokens: npt.NDArray[np.uint32]) -> None:
         """Write one document; uint32 `[tokens]`."""
-        if self._file is None or self.shards[-1].tokens >= self._shard_tokens:
-            if self._file is not None:
-                self._file.close()
+        if not self.shards or self.shards[-1].tokens >= self._shard_tokens:
+            self._open.close()
             name = f"{self._name}-{len(self.shards):05d}.bin"
             self.shards.append(TokenShard(file=name, tokens=0))
-            self._file = (self._folder / name).open("wb")
-        self._file.write(tokens.astype(self._dtype).data)
+            self._file = self._open.enter_context((self._folder / name).open("wb"))
+        self._file.write(tokens.astype(f"<{self._dtype[0]}{BYTES[self._dtype]}").data)
         self.tokens += len(tokens)
         last = self.shards[-1]
         self.shards[-1] = replace(last, tokens=last.tokens + len(tokens), documents=last.documents + 1)

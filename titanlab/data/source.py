@@ -58,11 +58,7 @@ def vocab_size(config: DataConfig) -> int:
 
 
 def separators(config: DataConfig) -> Separators:
-    """The tokens that separate the documents of prepared data.
-
-    Raises:
-        ConfigError: the kind of data has no documents, or the data has not been prepared.
-    """
+    """The tokens that separate the documents of prepared data."""
     tokens = config.implementation().separators()
     if tokens is None:
         raise _without_documents(config)

@@ -169,11 +169,7 @@ class ReadAhead:
 
 
 def _checked_parts(parts: Any, streams: int) -> dict[str, Any]:
-    """The states of all virtual streams, by number, as `PackedStream.state` gives them.
-
-    Raises:
-        DamagedPosition: a state is missing, or is not one that a stream saves.
-    """
+    """The states of all virtual streams, by number, as `PackedStream.state` gives them."""
     if not isinstance(parts, dict) or parts.keys() != {str(number) for number in range(streams)}:
         raise damaged("parts", parts, f"must map the numbers of all {streams} streams to their states")
     for number, part in parts.items():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titanlab.data.contract import IGNORE, Batch, DataSource, Report, Rows, SampleStream, Separators, State, Stream
+from titanlab.data.contract import IGNORE, Batch, DataSource, Report, Rows, Separators, Stream
 from titanlab.data.schema import Synthetic
 from titanlab.data.source import check_vocab_size
 
@@ -48,22 +47,27 @@ class SyntheticSource(DataSource):
     def check(self, *, vocab_size: int, **_: int) -> None:
         check_vocab_size(vocab_size, self.config.vocab_size)
 
-    def open_train(self, *, state: State | None, **how: Any) -> Stream:
-        return RandomStream(
-            self.config.vocab_size,
-            gaps=self.config.gaps,
-            document_tokens=self._document_tokens,
-            fingerprint=self.fingerprint(),
-            state=state,
-            **how,
-        )
+    def open_train(self, *, seed: int, seq_len: int, **place: Any) -> Stream:
+        # Imported here: the checks of a recipe need no numpy.
+        from titanlab.data.indexed import NumberedStream
+
+        def read(samples: npt.NDArray[np.int64]) -> Batch:
+            batch = _shifted(random_sequences(samples, seed=seed, seq_len=seq_len, **self._tokens))
+            if self.config.gaps:
+                for labels, sample in zip(batch.labels, samples.tolist(), strict=True):
+                    labels[: seq_len * (sample % 4) // 4] = IGNORE
+            return batch
+
+        identity = {"fingerprint": self.fingerprint(), "seed": seed, "seq_len": seq_len}
+        return NumberedStream(lambda samples: samples, read, identity=identity, **place)
 
     def open_validation(self, **how: int) -> Rows:
-        return RandomRows(self.config.vocab_size, document_tokens=self._document_tokens, **how)
+        return RandomRows(**self._tokens, **how)
 
     @property
-    def _document_tokens(self) -> int | None:
-        return self.config.document_tokens if self.config.document_mask else None
+    def _tokens(self) -> dict[str, Any]:
+        documents = self.config.document_tokens if self.config.document_mask else None
+        return {"vocab_size": self.config.vocab_size, "document_tokens": documents}
 
 
 def random_sequences(
@@ -89,45 +93,11 @@ def random_sequences(
     return np.where(ends, 0, np.maximum(tokens, 1))
 
 
-class RandomStream(SampleStream):
-    """An endless stream of random sequences."""
-
-    def __init__(
-        self,
-        vocab_size: int,
-        *,
-        fingerprint: str,
-        seed: int,
-        seq_len: int,
-        gaps: bool = False,
-        document_tokens: int | None = None,
-        **place: Any,
-    ) -> None:
-        super().__init__(identity={"fingerprint": fingerprint, "seed": seed, "seq_len": seq_len}, **place)
-        self._seq_len, self._gaps = seq_len, gaps
-        self._sequences = functools.partial(
-            random_sequences, seed=seed, seq_len=seq_len, vocab_size=vocab_size, document_tokens=document_tokens
-        )
-
-    def next_batch(self) -> Batch:
-        import numpy as np
-
-        from titanlab.data.indexed import rank_samples
-
-        samples = rank_samples(self._samples, global_batch=self._global_batch, rank=self._rank, ranks=self._ranks)
-        self._samples += self._global_batch
-        batch = _shifted(self._sequences(np.array(samples)))
-        if self._gaps:
-            for labels, sample in zip(batch.labels, samples, strict=True):
-                labels[: self._seq_len * (sample % 4) // 4] = IGNORE
-        return batch
-
-
 class RandomRows:
     """Random rows that differ from those of every stream; see `contract.Rows`."""
 
-    def __init__(self, vocab_size: int, *, sequences: int, rank: int, ranks: int, **how: Any) -> None:
-        self._how = {"seed": _VALIDATION_SEED, "vocab_size": vocab_size, **how}
+    def __init__(self, *, sequences: int, rank: int, ranks: int, **how: Any) -> None:
+        self._how = {"seed": _VALIDATION_SEED, **how}
         self._sequences, self._rank, self._ranks = sequences, rank, ranks
 
     def __len__(self) -> int:

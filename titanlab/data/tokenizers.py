@@ -4,7 +4,9 @@ A file of tiktoken, such as Llama 3's own `original/tokenizer.model`, has lines 
 of each token. It has neither the regular expression that splits text first nor the special tokens: both are taken from
 Llama 3's `llama/tokenizer.py`. The tokenizers library does the encoding.
 
-python -m titanlab.data.tokenizers FILE SECONDS TRIAL_SECONDS  is the process that `tokenizer_rules` starts.
+The library matches with Oniguruma, which backtracks: a pattern such as `(a+)+$` can take practically for ever, in
+native code that cannot be interrupted. So patterns are tried in a process with a time limit, except those that are
+known to be harmless. `python -m titanlab.data.tokenizers FILE SECONDS TRIAL_SECONDS` is that process.
 """
 
 from __future__ import annotations
@@ -16,27 +18,21 @@ import contextlib
 import hashlib
 import importlib
 import json
+import os
 import re
 import signal
 import string
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from titanlab.data.contract import Separators
 from titanlab.data.corpus import other_format
-from titanlab.data.tokenizer_rules import (
-    GIVEN_UP,
-    PATTERN,
-    check_size,
-    check_vocabulary,
-    try_patterns,
-    unknown_patterns,
-)
 from titanlab.distributed import cores
 from titanlab.errors import ConfigError
-from titanlab.system import parse_json, write_bytes
+from titanlab.system import module_command, parse_json, write_bytes
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Names the special tokens for a tokenizer_config.json from before 2023, which does not list the added tokens.
@@ -52,6 +48,10 @@ _RUN = 1000
 _PLAIN = "The 1st line, it's naïve: 'x' == \"y\"\n\n  def f(x):\r\n\treturn {x: 中文}\n"
 # A line of tiktoken's files.
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
+# Two letters and a space. A file with fewer tokens is damaged.
+_FEWEST_TOKENS = 3
+# A small vocabulary may have this many ids without a token.
+_UNUSED = 1000
 SPECIAL = (
     *("<|begin_of_text|>", "<|end_of_text|>"),
     *(f"<|reserved_special_token_{number}|>" for number in range(4)),
@@ -71,6 +71,35 @@ _OTHERS = {
 _BYTES = 256
 # Largest length of a token in bytes: time and memory to find its merges grow with the square of its length.
 _LONGEST = 512
+
+
+# Time limit of the process: SECONDS, plus one second for every BYTES_PER_SECOND bytes of the tokenizer's file.
+SECONDS = 30.0
+BYTES_PER_SECOND = 1 << 20
+# CPU seconds for the trial itself; usual expressions take 0.1 s.
+TRIAL_SECONDS = 2.0
+# Exit code of the process if Oniguruma has reached its own limit on backtracking.
+GIVEN_UP = 3
+# Llama 3's pattern, from its `llama/tokenizer.py`.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+KNOWN = frozenset(
+    [
+        PATTERN,
+        # GPT-2, and files that spell its pattern out: https://github.com/openai/gpt-2/blob/master/src/encoder.py
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        # Qwen 2 and 3.
+        PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
+        # cl100k: https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py
+        PATTERN.replace(r"\s*[\r\n]+|", r"\s*[\r\n]|"),
+        PATTERN.replace(_CONTRACTIONS, r"'(?i:[sdmt]|ll|ve|re)"),
+        # DeepSeek and other models first split the text with these.
+        *(r"\p{N}{1,3}", r"\p{N}", r"[0-9]", r"\d", r"[\r\n]", r"\s", r" ", r" {2,}", r"\s+"),
+    ]
+)
 
 
 class Tokenizer(Protocol):
@@ -104,11 +133,7 @@ class Tokenizer(Protocol):
 
 
 def find(path: Path, key: str = "data.tokenizer") -> Path:
-    """The tokenizer's file at a path, which may be a folder that contains one.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """The tokenizer's file at a path, which may be a folder that contains one."""
     if path.is_dir():
         # The JSON first: the .model of a folder from the hub may have a format that SentencePiece cannot read.
         for name in (_JSON, _MODEL, ORIGINAL):
@@ -121,11 +146,7 @@ def find(path: Path, key: str = "data.tokenizer") -> Path:
 
 
 def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
-    """Read a tokenizer; the file's content decides its kind.
-
-    Raises:
-        ConfigError: there is no such file, or it is not a tokenizer of a known kind.
-    """
+    """Read a tokenizer; the file's content decides its kind."""
     path = find(path, key)
     try:
         content = content_of(path)
@@ -252,22 +273,9 @@ class HuggingFaceTokenizer:
     lacking: dict[str, str]
 
     def __init__(self, path: Path, content: bytes, key: str, *, tried: bool = False) -> None:
-        cure = f"give the {_JSON} of a model, or a .model"
-        try:
-            text = content.decode()
-            description = parse_json(text)
-        except ValueError as error:
-            raise ConfigError(key, path, f"is no {_JSON} ({str(error)[:80]})", cure) from error
+        tokenizers: Any = importlib.import_module("tokenizers")
         self.file, self._key = path, key
-        if not tried and (patterns := unknown_patterns(description)):
-            try_patterns(path, key, patterns)
-        tokenizers: Any = importlib.import_module("tokenizers")
-        with _refusing(path, key, f"is no {_JSON}", cure):
-            self._model = tokenizers.Tokenizer.from_str(text)
-        self._set_up(content, description)
-
-    def _set_up(self, content: bytes, description: Any) -> None:
-        tokenizers: Any = importlib.import_module("tokenizers")
+        self._model, description = self._read(content, tried=tried)
         self._model.no_truncation()
         self._model.no_padding()
         if isinstance(self._model.model, tokenizers.models.BPE):
@@ -276,15 +284,29 @@ class HuggingFaceTokenizer:
         # Text that looks like a special token is encoded as text.
         self._model.encode_special_tokens = True
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
-        check_vocabulary(vocabulary, description, self.file, self._key)
+        check_vocabulary(vocabulary, description, path, key)
         self.vocab_size = max(vocabulary.values()) + 1
         begin, end = (
             next((vocabulary[name] for name in names if name in vocabulary), None) for names in (_BOS_NAMES, _EOS_NAMES)
         )
-        found = _special_tokens(_declared(self.file), vocabulary.get, (begin, end), adds_begin=self._adds)
+        found = _special_tokens(_declared(path), vocabulary.get, (begin, end), adds_begin=self._adds)
         self.bos_id, self.eos_id, self.lacking = found
         tokens = separators_of(self)
         self.fingerprint = _fingerprint(content + f"{tokens.begin} {tokens.end}".encode())
+
+    def _read(self, content: bytes, *, tried: bool) -> tuple[Any, Any]:
+        """The library's tokenizer, and the content of the tokenizer.json, None for other formats."""
+        tokenizers: Any = importlib.import_module("tokenizers")
+        cure = f"give the {_JSON} of a model, or a .model"
+        try:
+            text = content.decode()
+            description = parse_json(text)
+        except ValueError as error:
+            raise ConfigError(self._key, self.file, f"is no {_JSON} ({str(error)[:80]})", cure) from error
+        if not tried and (patterns := unknown_patterns(description)):
+            try_patterns(self.file, self._key, patterns)
+        with _refusing(self.file, self._key, f"is no {_JSON}", cure):
+            return tokenizers.Tokenizer.from_str(text), description
 
     def _adds(self, token: int) -> bool:
         """Whether the post-processor of the file puts a token before every text."""
@@ -311,18 +333,35 @@ class HuggingFaceTokenizer:
 class TiktokenTokenizer(HuggingFaceTokenizer):
     """A `tokenizer.model` in tiktoken's format, as Llama 3 has it."""
 
-    def __init__(self, path: Path, content: bytes, key: str) -> None:
-        self.file, self._key = path, key
+    def _read(self, content: bytes, *, tried: bool) -> tuple[Any, Any]:
+        tokenizers: Any = importlib.import_module("tokenizers")
         try:
-            self._model = read_tiktoken(content)
+            ranks = _ranks(content)
         except ValueError as error:
+            rule = f"is in tiktoken's format, and damaged: {error}"
+            raise ConfigError(self._key, self.file, rule, f"fetch it again, or the model's {_JSON}") from error
+        if len(ranks) in _OTHERS:
+            rule = f"is in tiktoken's format and has the {len(ranks):,} ranks of {_OTHERS[len(ranks)]}; "
             raise ConfigError(
-                key, path, f"is in tiktoken's format, and damaged: {error}", f"fetch it again, or the model's {_JSON}"
-            ) from error
-        except OtherModelError as error:
-            rule = f"is in tiktoken's format and {error}; only Llama 3's can be read"
-            raise ConfigError(key, path, rule, f"give the {_JSON} of that model") from error
-        self._set_up(content, None)
+                self._key, self.file, f"{rule}only Llama 3's can be read", f"give the {_JSON} of that model"
+            )
+        # The library's tokens are strings: as in GPT-2, one character stands for each byte.
+        characters = _characters()
+        texts = {token: "".join(characters[byte] for byte in token) for token in ranks}
+        merges = []
+        for token in ranks:
+            # Like tiktoken, merge any two tokens whose bytes together are this token's.
+            parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+            known = [(ranks[one], ranks[two], one, two) for one, two in parts if one in ranks and two in ranks]
+            merges += [(texts[one], texts[two]) for _, _, one, two in sorted(known)]
+        vocabulary = {texts[token]: rank for token, rank in ranks.items()}
+        model = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, ignore_merges=True))
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
+        to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
+        model.decoder = tokenizers.decoders.ByteLevel()
+        model.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+        return model, None
 
     def _adds(self, token: int) -> bool:
         """The format has no post-processor; the one in the model's `tokenizer.json` adds the token."""
@@ -331,40 +370,6 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
     def save_json(self, path: Path) -> None:
         """Write the tokenizer as a `tokenizer.json`, which other libraries read."""
         self._model.save(str(path))
-
-
-class OtherModelError(Exception):
-    """The file belongs to another model than Llama 3."""
-
-
-def read_tiktoken(content: bytes) -> Any:
-    """Make a tokenizer of the tokenizers library that gives the same ids.
-
-    Raises:
-        ValueError: the file is damaged.
-        OtherModelError: the file has the number of ranks of a model that splits text differently.
-    """
-    tokenizers: Any = importlib.import_module("tokenizers")
-    ranks = _ranks(content)
-    if len(ranks) in _OTHERS:
-        raise OtherModelError(f"has the {len(ranks):,} ranks of {_OTHERS[len(ranks)]}")
-    # The library's tokens are strings: as in GPT-2, one character stands for each byte.
-    characters = _characters()
-    texts = {token: "".join(characters[byte] for byte in token) for token in ranks}
-    merges = []
-    for token in ranks:
-        # Like tiktoken, merge any two tokens whose bytes together are this token's.
-        parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = [(ranks[first], ranks[last], first, last) for first, last in parts if first in ranks and last in ranks]
-        merges += [(texts[first], texts[last]) for _, _, first, last in sorted(known)]
-    vocabulary = {texts[token]: rank for token, rank in ranks.items()}
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, ignore_merges=True))
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated")
-    to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL])
-    return model
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
@@ -456,16 +461,86 @@ def _name(declared: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path, key: str) -> None:
+    """Check that no two tokens share an id, that few ids are unused, and that the vocabulary agrees with its file.
+
+    Args:
+        vocabulary: id of each token, as the tokenizers library has read it.
+        description: the content of the tokenizer.json; None for other formats.
+    """
+    check_size(len(vocabulary), path, key)
+    again = "fetch the file again"
+    # The library gives added tokens new ids if their ids do not follow those of the other tokens.
+    for token in (description or {}).get("added_tokens", []):
+        name, declared, actual = token["content"], token["id"], vocabulary.get(token["content"])
+        if actual != declared:
+            rule = f"gives its added token {name!r} the id {declared}, and the tokenizers library gives it {actual}"
+            raise ConfigError(key, path, rule, again)
+    names: dict[int, str] = {}
+    for name, number in vocabulary.items():
+        if names.setdefault(number, name) != name:
+            raise ConfigError(key, path, f"gives the id {number} to two tokens", again)
+    highest = max(names)
+    if highest >= 2 * len(vocabulary) + _UNUSED:
+        rule = f"has ids up to {highest} and only {len(vocabulary)} tokens: a model would need a row for every id"
+        raise ConfigError(key, path, rule, "number the tokens from 0 without gaps")
+
+
+def check_size(tokens: int, path: Path, key: str) -> None:
+    if tokens < _FEWEST_TOKENS:
+        rule = f"has {tokens} tokens, which write no text" if tokens else "has an empty vocabulary"
+        raise ConfigError(key, path, rule, "give the tokenizer.json of a model, or a .model")
+
+
 def _fingerprint(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def probe(tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
-    """Encode and decode long runs of one character, on which regular expressions are slow.
+def unknown_patterns(description: Any) -> list[str]:
+    """Regular expressions in a `tokenizer.json` that are not known to be harmless."""
+    return sorted({pattern for pattern in _patterns(description) if pattern not in KNOWN})
+
+
+def _patterns(node: Any) -> Iterator[str]:
+    # Skip the vocabulary and the added tokens: many entries, and no patterns.
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        if key == "Regex" and isinstance(value, str):
+            yield value
+        elif key not in ("model", "added_tokens"):
+            yield from _patterns(value)
+
+
+def try_patterns(path: Path, key: str, patterns: Sequence[str]) -> None:
+    """In another process, read a `tokenizer.json` and encode and decode text on which regular expressions are slow.
 
     Raises:
-        ConfigError: Oniguruma has given up, or the tokenizer cannot decode.
+        ConfigError: the process crashes, or an expression takes too long. Other errors are raised when this process
+        reads the file.
     """
+    seconds = SECONDS + path.stat().st_size / BYTES_PER_SECOND
+    code = subprocess.run(
+        [*module_command("titanlab.data.tokenizers"), str(path.absolute()), str(seconds), str(TRIAL_SECONDS)],
+        stdin=subprocess.DEVNULL,
+        # The library writes a long message about each match on which Oniguruma gives up.
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "RUST_BACKTRACE": "0"},
+        check=False,
+    ).returncode
+    took_too_long = {
+        GIVEN_UP: "without end",
+        -signal.SIGPROF: f"for more than {TRIAL_SECONDS:g} s of computing",
+        -signal.SIGALRM: f"for more than {seconds:.0f} s",
+    }
+    if code in took_too_long:
+        rule = f"its regular expression {' or '.join(patterns)[:200]} backtracks {took_too_long[code]} in a trial"
+        raise ConfigError(key, path, rule, "give a tokenizer with another pattern")
+    if code:
+        rule = f"a process that tries it ends with exit code {code}, perhaps for lack of memory"
+        raise ConfigError(key, path, rule, "give another tokenizer, or more memory")
+
+
+def probe(tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
+    """Encode and decode long runs of one character, on which regular expressions are slow."""
     characters = dict.fromkeys("a0 \n'=é中" + "".join(filter(str.isprintable, "".join(patterns))))
     runs = [character * _RUN for character in list(characters)[:40]]
     text = _PLAIN + "!".join([*runs, string.ascii_letters * 10, string.punctuation * 10])

@@ -54,10 +54,9 @@ _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 # Modules of titanlab and of torch that read or write files: a rank inside them waits for a disk, not for a rank.
 _OWN_FILE_MODULES = (
     *("data/", "techniques/tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
-    *("train/weights_", "train/hub_folders.py", "train/interchange.py", "train/starting_weights.py"),
+    *("train/weights.py", "train/interchange.py", "train/starting_weights.py"),
     *("train/dcp.py", "train/initialise.py"),
-    *("records/metrics_file.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
-    *("records/json_file.py",),
+    *("records/files.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
 )
 _TORCH_FILE_MODULES = ("torch/distributed/checkpoint/", "torch/serialization.py")
 # Longest time between two checks; with short limits the thread checks more often.

@@ -41,10 +41,8 @@ def check_cores() -> Iterator[Finding]:
     if share is not None and share < usable:
         hint = f"the cgroup gives less time than that: set launch.threads, or OMP_NUM_THREADS={max(1, int(share))}"
         yield warn("cores", f"{text}, and the cgroup gives the time of {share:g}", hint)
-    elif usable < all_cores:
-        yield ok("cores", f"{text} (affinity)")
     else:
-        yield ok("cores", text)
+        yield ok("cores", f"{text} (affinity)" if usable < all_cores else text)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         threads = os.environ.get(name, "")
         if threads.isdecimal() and int(threads) > usable:
@@ -99,18 +97,14 @@ def check_ulimits() -> Iterator[Finding]:
     text = "unlimited" if soft == unlimited else f"{soft / 2**20:,.1f} MiB"
     hint = "InfiniBand pins memory: ulimit -l unlimited, also for slurmd's jobs"
     yield graded("locked memory", text, hint, warns=bool(_infiniband_ports()) and soft != unlimited)
-    for name, which, of, hint in (
-        ("size of files", resource.RLIMIT_FSIZE, "", "a checkpoint may be larger: ulimit -f unlimited"),
-        (
-            "address space",
-            resource.RLIMIT_AS,
-            " of addresses",
-            "CUDA reserves far more than it uses: ulimit -v unlimited",
-        ),
-    ):
-        soft, _ = resource.getrlimit(which)
-        if soft != unlimited:
-            yield warn(name, f"at most {soft / _GIB:,.1f} GiB{of}", hint)
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if soft != unlimited:
+        hint = "a checkpoint may be larger: ulimit -f unlimited"
+        yield warn("size of files", f"at most {soft / _GIB:,.1f} GiB", hint)
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != unlimited:
+        hint = "CUDA reserves far more than it uses: ulimit -v unlimited"
+        yield warn("address space", f"at most {soft / _GIB:,.1f} GiB of addresses", hint)
 
 
 def check_network() -> Iterator[Finding]:
@@ -127,13 +121,10 @@ def check_network() -> Iterator[Finding]:
         value = os.environ.get(variable, "")
         names = [interface for interface in value.lstrip("^=").split(",") if interface]
         exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
-        missing = [
-            interface
-            for interface in names
-            if not value.startswith("^")
-            and not (interface in interfaces if exact else any(known.startswith(interface) for known in interfaces))
-        ]
-        if missing:
+        missing = [name for name in names if name not in interfaces] if exact else []
+        if not exact:
+            missing = [name for name in names if not any(known.startswith(name) for known in interfaces)]
+        if missing and not value.startswith("^"):
             hint = f"ranks cannot meet; the host has {', '.join(sorted(interfaces))}"
             yield fail(variable, f"{value}: there is no interface {', '.join(missing)}", hint)
     ports = _infiniband_ports()

@@ -20,6 +20,7 @@ from packaging.utils import canonicalize_name
 
 import titanlab
 from titanlab.distributed import loopback_interface
+from titanlab.doctor.host import graded
 from titanlab.records import PACKAGES, git_state, versions
 from titanlab.system import Finding, fail, ok, run_command, warn
 from titanlab.techniques.tracker.wandb import has_key
@@ -29,12 +30,10 @@ _PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)")
 
 
 def check_python() -> Iterator[Finding]:
-    """Check the interpreter, and the important packages."""
-    version = platform.python_version()
-    if sys.version_info < _LEAST:
-        yield fail("Python", version, f"titanlab needs {'.'.join(map(str, _LEAST))} or later")
-    else:
-        yield ok("Python", f"{version}, {sys.executable}")
+    """The interpreter, and the important packages."""
+    hint = f"titanlab needs {'.'.join(map(str, _LEAST))} or later"
+    text = f"{platform.python_version()}, {sys.executable}"
+    yield graded("Python", text, hint, fails=sys.version_info < _LEAST)
     yield ok("titanlab", f"{titanlab.__version__}, {Path(titanlab.__file__).parent}")
     tested, installed = tested_versions(), versions(PACKAGES)
     yield from check_bounds(installed)
@@ -44,13 +43,11 @@ def check_python() -> Iterator[Finding]:
         for name, have in installed.items()
         if have.partition("+")[0] != tested.get(canonicalize_name(name), have).partition("+")[0]
     ]
+    text = "; ".join(others) or f"{len(installed)} are those that were tested"
     if not tested:
-        yield ok("packages", "the set that was tested is not in this installation")
-    elif others:
-        hint = "most other versions work; for the set that was tested: pip install -c constraints.txt"
-        yield warn("packages", "; ".join(others), hint)
-    else:
-        yield ok("packages", f"{len(installed)} are those that were tested")
+        text = "the set that was tested is not in this installation"
+    hint = "most other versions work; for the set that was tested: pip install -c constraints.txt"
+    yield graded("packages", text, hint, warns=bool(others))
 
 
 def tested_versions() -> dict[str, str]:
@@ -94,17 +91,17 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def check_code() -> Iterator[Finding]:
-    """Check that runs can record their code."""
+    """Whether runs can record their code."""
     state = git_state(Path(titanlab.__file__).parent)
     if state is None:
         yield ok("code", "no git repository: runs record the version and a fingerprint of the code")
-    elif not state.dirty:
-        yield ok("code", f"commit {str(state.sha)[:12]}, as committed")
-    elif state.patch_complete:
-        yield ok("code", f"commit {str(state.sha)[:12]}, changed; runs keep the difference")
-    else:
-        hint = "commit: of so large a difference runs keep only a part, and titanlab repro cannot restore it"
-        yield warn("code", f"commit {str(state.sha)[:12]}, changed by more than runs keep", hint)
+        return
+    how = "as committed"
+    if state.dirty:
+        how = "changed; runs keep the difference" if state.patch_complete else "changed by more than runs keep"
+    hint = "commit: of so large a difference runs keep only a part, and titanlab repro cannot restore it"
+    is_lost = state.dirty and not state.patch_complete
+    yield graded("code", f"commit {str(state.sha)[:12]}, {how}", hint, warns=is_lost)
 
 
 def check_wandb(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -129,13 +126,8 @@ FACTS_SECONDS = 90.0
 REDUCE_SECONDS = 120.0
 
 
-def torch_facts(*, python: str = sys.executable, seconds: float = FACTS_SECONDS) -> tuple[dict[str, Any], str]:
-    """Facts from torch, in a separate process; or no facts, and the reason."""
-    return _run_script("facts", python=python, seconds=seconds)
-
-
-def _run_script(
-    *words: str, python: str, seconds: float, environ: Mapping[str, str] | None = None
+def run_script(
+    *words: str, python: str = sys.executable, seconds: float, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
     """The values that the script prints; or none, and the reason."""
     answer = run_command(python, "-P", str(SCRIPT), *words, seconds=seconds, environ=environ)
@@ -150,7 +142,7 @@ def _run_script(
 
 
 def check_torch_here() -> Iterator[Finding]:
-    facts, problem = torch_facts()
+    facts, problem = run_script("facts", seconds=FACTS_SECONDS)
     yield from check_torch(facts, problem)
     if facts.get("gloo"):
         yield check_all_reduce("gloo", 2)
@@ -172,10 +164,6 @@ def check_torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
                 "bf16", "this CPU has no units for it; tens of times slower than fp32", "use precision=fp32 here"
             )
         return
-    yield from _check_devices(facts)
-
-
-def _check_devices(facts: Mapping[str, Any]) -> Iterator[Finding]:
     devices: Sequence[Mapping[str, Any]] = facts["devices"]
     names = sorted({device["name"] for device in devices})
     memory = sorted({device["memory_gib"] for device in devices})
@@ -216,7 +204,7 @@ def check_all_reduce(
     name, interface = f"{backend} all-reduce", loopback_interface()
     own = {"GLOO_SOCKET_IFNAME": interface} if interface and "GLOO_SOCKET_IFNAME" not in os.environ else {}
     environ = {**os.environ, **own, "OMP_NUM_THREADS": "1"}
-    result, problem = _run_script("all_reduce", backend, str(world), python=python, seconds=seconds, environ=environ)
+    result, problem = run_script("all_reduce", backend, str(world), python=python, seconds=seconds, environ=environ)
     if problem.startswith("gave no answer"):
         hint = "a firewall, a proxy or a wrong network interface: see GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return fail(name, f"{world} processes did not meet within {seconds:g} s", hint)
@@ -266,21 +254,18 @@ def check_gpus() -> Iterator[Finding]:
     if errors:
         hint = "have the GPU reset or replaced; leave it out with CUDA_VISIBLE_DEVICES"
         yield fail("GPU memory errors", f"uncorrected on {', '.join(errors)}", hint)
-    if len(rows) > 1:
-        yield _links()
-
-
-def _links() -> Finding:
+    if len(rows) == 1:
+        return
     answer = run_command("nvidia-smi", "topo", "-m", seconds=_SECONDS)
     links = Counter(links_of(answer.output)) if answer is not None and answer.code == 0 else Counter[str]()
     if not links:
-        return warn("links", "nvidia-smi topo -m says nothing", "the links between GPUs are not known")
+        yield warn("links", "nvidia-smi topo -m says nothing", "the links between GPUs are not known")
+        return
     words = {link: _LINKS["NV" if link.startswith("NV") else link] for link in links}
     kinds = ", ".join(f"{words[link]} ({link}) for {count}" for link, count in links.most_common())
-    text = f"of {links.total()} pairs: {kinds}"
-    if all(link.startswith("NV") for link in links):
-        return ok("links", text)
-    return warn("links", text, "tensor and context parallelism are slow across pairs without NVLink")
+    is_slow = not all(link.startswith("NV") for link in links)
+    hint = "tensor and context parallelism are slow across pairs without NVLink"
+    yield graded("links", f"of {links.total()} pairs: {kinds}", hint, warns=is_slow)
 
 
 def links_of(text: str) -> list[str]:

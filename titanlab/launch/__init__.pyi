@@ -5,7 +5,6 @@ from .attempt import missed_checkpoint as missed_checkpoint
 from .attempt import pass_over_damaged as pass_over_damaged
 from .attempt import with_progress as with_progress
 from .contract import UNANSWERED as UNANSWERED
-from .contract import JobEnd as JobEnd
 from .contract import JobKey as JobKey
 from .contract import JobState as JobState
 from .contract import LaunchConfig as LaunchConfig

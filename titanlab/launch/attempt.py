@@ -1,4 +1,4 @@
-"""The attempts at a run, seen from outside its ranks: the loop, the checks before each, and the outcome after it."""
+"""The attempts at a run, seen from outside its ranks: the loop, the checks before each, its outcome, and restarts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from titanlab.checkpoint import (
     DamagedCheckpoint,
@@ -30,7 +30,6 @@ from titanlab.checkpoint import (
 from titanlab.data import keep, source
 from titanlab.distributed import (
     NATIVE_SIGN,
-    Host,
     judged,
     read_stop,
     share_of_cores,
@@ -41,8 +40,9 @@ from titanlab.distributed import (
 )
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers import given_cores
-from titanlab.recipe import Recipe, to_mapping
+from titanlab.recipe import LaunchSettings, Recipe, adapted, check_all_but_data, resolve, to_mapping
 from titanlab.records import (
+    RESTART,
     KillEvidence,
     Outcome,
     OutcomeKind,
@@ -57,7 +57,10 @@ from titanlab.records import (
     says_oom,
     text_at_end,
 )
-from titanlab.system import StoreFault, born_at, disk_fault, process_start
+from titanlab.system import StoreFault, born_at, disk_fault, process_start, tells_of_disk, write_json
+
+if TYPE_CHECKING:
+    from titanlab.launch.job import Job
 
 # Processes of an attempt whose launcher was killed may still write, see `close_dead`. Processes of another host cannot
 # be seen, and its file system may have no locks: for these, wait longer than a first step may take.
@@ -74,11 +77,17 @@ class Group(Protocol):
     Attributes:
         processes: of the run on this host; None: all of them.
         checkpoint: the checkpoint that the user has chosen for the next attempt; None: the newest.
+        restart: why the ranks start again, once they do.
     """
 
     started_by: str
     processes: int | None
     checkpoint: Place | None
+    restart: Restart | None
+
+    @property
+    def job(self) -> Job | None:
+        """The job of this process; None: it belongs to no job."""
 
     def report(self, line: str, /) -> None:
         """Tell the user something."""
@@ -97,65 +106,46 @@ class Group(Protocol):
 
 
 def make_attempts(run: RunFolder, group: Group) -> Outcome:
-    """Make attempts at a claimed run until its ranks do not start again. Returns the outcome of the last one."""
+    """Make attempts at a claimed run until its ranks do not start again. Returns the last outcome."""
     while True:
         try:
             recipe = group.next_recipe()
-            attempt = begin(
-                run,
-                recipe,
-                this_host(),
-                started_by=group.started_by,
-                report=group.report,
-                processes=group.processes,
-                environ={**os.environ, **given_cores(group.started_by, os.environ)},
-                checkpoint=group.checkpoint,
-            )
+            attempt = begin(run, recipe, group)
         except Exception as error:
             return group.refused(error)
+        if group.job is not None:
+            group.job.note(attempt)
+        if group.restart is not None:
+            group.restart.note(run, attempt)
         outcome = group.attempted(attempt, recipe)
         if not group.goes_on_after(outcome, recipe):
             return outcome
 
 
-def begin(
-    run: RunFolder,
-    recipe: Recipe,
-    host: Host,
-    *,
-    started_by: str,
-    report: Callable[[str], None],
-    processes: int | None = None,
-    environ: Mapping[str, str] = os.environ,
-    checkpoint: Place | None = None,
-) -> int:
+def begin(run: RunFolder, recipe: Recipe, group: Group) -> int:
     """Begin the next attempt at a claimed run. Returns its number.
 
-    Args:
-        processes: of the run on this host; None: all of them.
-        checkpoint: chosen by the user, and the run's newest; if it is damaged, an older one is not tried.
+    If a checkpoint that the user has chosen is damaged, an older one is not tried.
 
     Raises:
         ConfigError: the run's checkpoint is missing, damaged, or of another model; or a file that the attempt appends
             to is a link.
     """
-    _check_files(run)
-    if checkpoint is None:
-        pass_over_damaged(run, recipe, report)
-    devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": host.count}
-    own = thread_variables(environ, share_of_cores(processes or recipe.layout.world, environ), recipe.launch.threads)
-    provenance = collect(devices=devices, launcher=started_by, threads=thread_count({**environ, **own}))
-    attempt = run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
-    if checkpoint is not None:
-        run.note_chosen(attempt, step_of(checkpoint))
-    return attempt
-
-
-def _check_files(run: RunFolder) -> None:
     for path in (run.path / "metrics.jsonl", *sorted(run.logs.glob("*.log"))):
         if path.is_symlink() or (path.exists() and not path.is_file()):
             what = "a symbolic link" if path.is_symlink() else "no regular file"
             raise ConfigError("run", path, f"is {what}, and this attempt would append to it", "remove it")
+    if group.checkpoint is None:
+        pass_over_damaged(run, recipe, group.report)
+    devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": this_host().count}
+    environ = {**os.environ, **given_cores(group.started_by, os.environ)}
+    share = share_of_cores(group.processes or recipe.layout.world, environ)
+    threads = thread_count({**environ, **thread_variables(environ, share, recipe.launch.threads)})
+    provenance = collect(devices=devices, launcher=group.started_by, threads=threads)
+    attempt = run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
+    if group.checkpoint is not None:
+        run.note_chosen(attempt, step_of(group.checkpoint))
+    return attempt
 
 
 def pass_over_damaged(run: RunFolder, recipe: Recipe, report: Callable[[str], None]) -> None:
@@ -181,7 +171,11 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
         ConfigError: the checkpoint is missing, damaged, of another model, or its position is impossible for this run.
     """
     if checkpoint is None:
-        saved = run.saved_step() or _resumed_step(run)
+        saved = run.saved_step()
+        if not saved and run.section("checkpoint").get("load_from") is None:
+            # The last step from which an attempt of this run has resumed. A run that started from another run's
+            # checkpoint has such rows before it has saved anything.
+            saved = max((row["step"] for row in run.metrics("attempt")), default=0)
         if saved:
             place = checkpoints_of(run)
             name = place if isinstance(place, StorePath) else f"{place.name}/"
@@ -216,16 +210,10 @@ def go_back(run: RunFolder, recipe: Recipe, checkpoint: Place, report: Callable[
     """
     claim_place(run)
     check_own_checkpoint(run, recipe, checkpoint)
-    step = step_of(checkpoint)
-    renamed = put_aside(checkpoints_of(run), after=step)
+    renamed = put_aside(checkpoints_of(run), after=step_of(checkpoint))
     for path in renamed:
-        report(f"goes on from step {step}: {path.stem}, which is later, is put aside as {path.name}")
+        report(f"goes on from step {step_of(checkpoint)}: {path.stem}, which is later, is put aside as {path.name}")
     return renamed
-
-
-def has_loaded(run: RunFolder, attempt: int) -> bool:
-    """Whether an attempt has loaded its checkpoint: its ranks have written its first row of metrics."""
-    return any(row["attempt"] == attempt for row in run.metrics("attempt"))
 
 
 def missed_checkpoint(run: RunFolder) -> str | None:
@@ -237,14 +225,6 @@ def missed_checkpoint(run: RunFolder) -> str | None:
     return f"goes on from step {step_of(newest)}: {rule}"
 
 
-def _resumed_step(run: RunFolder) -> int:
-    """The last step from which an attempt of this run has resumed, by its rows of metrics; 0: none has resumed."""
-    # A run that started from another run's checkpoint has such rows before it has saved anything.
-    if run.section("checkpoint").get("load_from") is not None:
-        return 0
-    return max((row["step"] for row in run.metrics("attempt")), default=0)
-
-
 def close_dead(run: RunFolder) -> None:
     """Write the result of an attempt that `titanlab train` began, if it has none and no process of it is left.
 
@@ -254,7 +234,8 @@ def close_dead(run: RunFolder) -> None:
     """
     status = run.known_status()
     # A job's launcher would know more.
-    if status is None or run.job() is not None or not _is_open(run) or _works(status):
+    is_open = run.newest_attempt() > 0 and run.result() is None
+    if status is None or run.job() is not None or not is_open or _works(status):
         return
     is_here = status.host == socket.gethostname()
     if time.time() - status.updated >= (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS):
@@ -279,14 +260,10 @@ def close_earlier(run: RunFolder) -> None:
     _close(run)
 
 
-def _is_open(run: RunFolder) -> bool:
-    return run.newest_attempt() > 0 and run.result() is None
-
-
 def _close(run: RunFolder) -> None:
-    if not _is_open(run):
-        return
     attempt = run.newest_attempt()
+    if not attempt or run.result() is not None:
+        return
     if (recorded := run.result(attempt)) is not None:
         # The attempt's result was written, but the run's was not, such as on a full disk.
         run.write_result(recorded)
@@ -344,7 +321,7 @@ def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: Kil
     outcome, path = from_exit(code, rank=rank, attempt=attempt, memory=memory), rank_log(run, rank)
     begin = 0
     with contextlib.suppress(ConfigError):
-        begin = part_of(run, rank, path, attempt).span.start
+        begin = part_of(run, rank, path, attempt).start
     output = text_at_end(path, begin=begin)
     if NATIVE_SIGN in output and code == 1:
         cause = "a step did not end in time, in native code that lets no other thread run; its log has the stacks"
@@ -379,3 +356,171 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     steps += [row["step"] for row in rows]
     last = metrics_of(rows[-1]) if rows else outcome.metrics
     return replace(outcome, step=max(steps), steps=status.steps if status else None, metrics=outcome.metrics or last)
+
+
+# Ends of single processes or machines: another attempt may not have them.
+_RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
+# After this many restarts in a row that gain nothing, the run itself is the cause.
+MOST_IN_VAIN = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """The next attempt of ranks that start again in place, from the newest checkpoint.
+
+    Attributes:
+        recipe: resolved and checked; its layout may be smaller.
+        number: of the restart in this start of the run, from 1.
+        after: the number of the attempt that has ended.
+        cause: of its end.
+        why: one line: how the last attempt ended, and what happens now.
+        left_out: the rank of the last attempt that is left out because it has failed twice; None: no rank is.
+        lost: why ranks are left out as lost, in one clause; empty: no rank is lost.
+    """
+
+    recipe: Recipe
+    number: int
+    after: int
+    why: str
+    cause: str | None
+    left_out: int | None = None
+    lost: str = ""
+
+    def note(self, run: RunFolder, attempt: int) -> None:
+        """Record in an attempt's folder that it is a restart, and why."""
+        facts = {"schema": 1, "number": self.number, "after_attempt": self.after, "cause": self.cause, "why": self.why}
+        facts |= {"left_out": self.left_out, "lost": self.lost or None, "world": self.recipe.layout.world}
+        write_json(run.attempt_folder(attempt) / RESTART, facts)
+
+
+class Restarts:
+    """Decides, after each attempt of one start of a run, whether the ranks start again (docs/elastic.md has the rules).
+
+    At most `launch.restarts` times, and not after an end that the same attempt would only repeat. With
+    `launch.min_world`, a rank that fails twice in a row is left out, and ranks that are lost with their node are left
+    out at once.
+
+    Args:
+        fixed: ranks that cannot be left out.
+    """
+
+    def __init__(self, run: RunFolder, launch: LaunchSettings, *, fixed: Collection[int] = ()) -> None:
+        self._run, self._fixed = run, tuple(fixed)
+        self._most, self._min_world = launch.restarts, launch.min_world
+        self._count = self._in_vain = self._in_a_row = 0
+        self._best = (run.saved_step(), 0)
+        self._failed: int | None = None
+        # The first attempt does not count as in vain, even if it gained nothing.
+        self._is_first = True
+
+    def after(
+        self, outcome: Outcome, recipe: Recipe, *, lost: str = "", usable: int | None = None
+    ) -> tuple[Restart | None, str]:
+        """The next attempt after one that ended; None, and why, if there is none.
+
+        Args:
+            lost: which ranks are lost and why, in one clause; empty: no rank is lost.
+            usable: number of processes that are left, including those that the attempt did not use; None: the processes
+                of the attempt.
+        """
+        if not self._most or outcome.kind not in _RESTARTED or tells_of_disk(outcome.cause):
+            return None, ""
+        if outcome.exit_code == OutcomeKind.INFEASIBLE.exit_code:
+            return None, ""
+        # A new checkpoint, or a step that no earlier attempt had reached.
+        saved, step = self._run.saved_step(), outcome.step
+        gained = self._is_first or saved > self._best[0] or step > self._best[1]
+        self._best, self._is_first = (max(saved, self._best[0]), max(step, self._best[1])), False
+        self._in_vain = 0 if gained else self._in_vain + 1
+        self._in_a_row = self._in_a_row + 1 if outcome.rank is not None and outcome.rank == self._failed else 1
+        self._failed = outcome.rank
+        if self._count >= self._most:
+            return None, f"not restarted: launch.restarts={self._most} are used up"
+        allowed = 1 if outcome.kind is OutcomeKind.OOM else MOST_IN_VAIN
+        if self._in_vain >= allowed:
+            times = "1 restart has" if allowed == 1 else f"{allowed} restarts in a row have"
+            return None, f"not restarted: {times} reached no further step and saved no checkpoint"
+        self._count += 1
+        world, least = recipe.layout.world, self._min_world
+        usable = world if usable is None else usable
+        why = self._line(outcome)
+        too_few = f"no smaller layout of at least launch.min_world={least} processes fits"
+        # Without the ranks that are left out: the same recipe if other processes take their places.
+        smaller: Recipe | None = None
+        left_out = None
+        if lost:
+            smaller = recipe if usable >= world else reduced(recipe, usable, least)
+            if smaller is None:
+                return None, f"not restarted: {lost}, and {too_few}"
+            others = f"other processes of the job take their places in {recipe.layout.label}"
+            why += f"; {lost}, and left out: {others if smaller is recipe else change(recipe, smaller)}"
+        elif least is not None and self._in_a_row >= 2:
+            why += f"; rank {self._failed} has failed twice"
+            if self._failed in self._fixed:
+                why += ", and is the one that cannot be left out"
+            elif usable > world:
+                smaller = recipe
+                why += " and is left out: another process of the job takes its place"
+            elif (smaller := reduced(recipe, usable - 1, least)) is not None:
+                why += f" and is left out: {change(recipe, smaller)}"
+            else:
+                why += f", and {too_few}"
+            left_out = self._failed if smaller is not None else None
+        if smaller is not None:
+            self._failed, self._in_a_row = None, 0
+        restart = Restart(
+            recipe=smaller or recipe,
+            number=self._count,
+            after=outcome.attempt,
+            why=why,
+            cause=outcome.cause,
+            left_out=left_out,
+            lost=lost,
+        )
+        return restart, ""
+
+    def _line(self, outcome: Outcome) -> str:
+        checkpoint = latest(checkpoints_of(self._run))
+        place = "the beginning" if checkpoint is None else f"step {step_of(checkpoint)}"
+        rank = "" if outcome.rank is None else f", rank {outcome.rank}"
+        return (
+            f"attempt {outcome.attempt} ended as {outcome.kind.value} after step {outcome.step}{rank}"
+            f" ({outcome.cause or outcome.kind.meaning}); restart {self._count} of {self._most} from {place}"
+        )
+
+
+def change(recipe: Recipe, smaller: Recipe) -> str:
+    """The rule by which a smaller layout was chosen, with both layouts, in one clause."""
+    return (
+        f"{recipe.layout.label} becomes {smaller.layout.label}, the most data-parallel processes that are left and "
+        f"divide training.global_batch={recipe.training.global_batch}, in microbatches of {smaller.microbatch}"
+    )
+
+
+def reduced(recipe: Recipe, usable: int, least: int | None) -> Recipe | None:
+    """The resolved recipe with the largest data-parallel degree that fits the usable processes; None if none does.
+
+    Pipeline, context and tensor degrees stay. Of layouts with the same degree, one that shards as before comes first.
+    """
+    if least is None:
+        return None
+    layout = recipe.layout
+    others = layout.world // layout.data
+    pairs = [
+        (replicate, shard)
+        for replicate in range(1, layout.replicate + 1)
+        for shard in range(1, layout.shard + 1)
+        if least <= replicate * shard * others <= usable and recipe.training.global_batch % (replicate * shard) == 0
+    ]
+    for replicate, shard in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[1]), reverse=True):
+        degrees = {**layout.degrees(), "replicate": replicate, "shard": shard}
+        smaller = replace(recipe, world=None, parallelism=recipe.parallelism.with_degrees(degrees))
+        try:
+            smaller, _ = adapted(smaller, recipe)
+            cluster = recipe.cluster
+            smaller = resolve(smaller, world=None, accelerator=cluster.accelerator, device=str(cluster.device))
+            check_all_but_data(smaller)
+        except ConfigError:
+            continue
+        return smaller
+    return None

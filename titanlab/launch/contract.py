@@ -103,6 +103,15 @@ class ProcessPlace:
         """An identifier that only the processes of one start of the job share."""
         return f"{self.launcher}:{self.raw_job_id}.{self.restart}"
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of the job's ranks on each node."""
+        return max(1, self.ranks.world // max(1, len(self.nodes)))
+
+    def node_of(self, rank: int) -> str:
+        """The node of a rank; the ranks of a job fill its nodes in order, equally many on each."""
+        return self.nodes[min(rank // self.ranks_per_node, len(self.nodes) - 1)]
+
 
 # The name by which launchers of other packages import it.
 Place = ProcessPlace
@@ -110,7 +119,7 @@ Place = ProcessPlace
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank that failed; the exit code is -N if signal N ended its process."""
+    """A rank that failed; its exit code is -N if signal N ended it."""
 
     rank: int
     exit_code: int
@@ -128,8 +137,7 @@ class LaunchConfig(LaunchSettings, Protocol):
         return self.kind
 
     @abstractmethod
-    def implementation(self) -> Launcher:
-        """The launcher."""
+    def implementation(self) -> Launcher: ...
 
 
 def launch_of(recipe: Recipe) -> LaunchConfig:
@@ -138,18 +146,15 @@ def launch_of(recipe: Recipe) -> LaunchConfig:
 
 
 def check_restarts(config: LaunchConfig) -> None:
-    """Check a launcher's limits of restarts.
-
-    Raises:
-        ConfigError: one is out of range.
-    """
-    if config.restarts < 0:
-        raise ConfigError("launch.restarts", config.restarts, "must not be negative", "try 3, or 0 for none")
-    if config.min_world is not None and config.min_world < 1:
-        raise ConfigError("launch.min_world", config.min_world, "must be at least 1", "try 1, or null")
-    if config.min_world is not None and not config.restarts:
+    """Check a launcher's limits of restarts; ConfigError: one is out of range."""
+    restarts, least = config.restarts, config.min_world
+    if restarts < 0:
+        raise ConfigError("launch.restarts", restarts, "must not be negative", "try 3, or 0 for none")
+    if least is not None and least < 1:
+        raise ConfigError("launch.min_world", least, "must be at least 1", "try 1, or null")
+    if least is not None and not restarts:
         rule = "says how small a restarted run may become, and launch.restarts=0"
-        raise ConfigError("launch.min_world", config.min_world, rule, "give launch.restarts=3 too, or leave it null")
+        raise ConfigError("launch.min_world", least, rule, "give launch.restarts=3 too, or leave it null")
 
 
 class Launcher(Protocol):
@@ -182,11 +187,7 @@ class Launcher(Protocol):
         return None
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
-        """Check that jobs can be submitted, as far as the scheduler can tell before the submission.
-
-        Raises:
-            ConfigError: they cannot be submitted.
-        """
+        """Check before a submission that the scheduler can take these jobs; ConfigError: it cannot."""
         return  # the default; mypy takes an empty body for an abstract method
 
     def findings(self) -> Iterator[Finding]:
@@ -194,7 +195,7 @@ class Launcher(Protocol):
         yield from ()
 
     def max_array(self, *, is_answered: bool = True) -> int | None:
-        """How many jobs one submission takes; None: any number. `is_answered`: whether the scheduler answers."""
+        """How many jobs one submission takes; None: any number."""
         return None
 
     def submit(self, sweep: Path, submission: Submission) -> str:
@@ -244,7 +245,7 @@ class Launcher(Protocol):
         return None
 
     def end_in_queue(self, state: JobState) -> JobEnd | None:
-        """Why a job ended that never started, if the scheduler's state alone explains it."""
+        """The same for a job that never started."""
         return None
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
@@ -261,11 +262,7 @@ class Launcher(Protocol):
     # In a process of a job
 
     def place_in(self, environ: Mapping[str, str]) -> ProcessPlace:
-        """The place that this launcher gave to a process of a job.
-
-        Raises:
-            ConfigError: a variable is missing or is no number.
-        """
+        """The place that this launcher gave to a process of a job; ConfigError: a variable is missing or no number."""
         raise NotImplementedError
 
     def addresses(self, place: ProcessPlace, environ: Mapping[str, str]) -> Iterator[str]:
@@ -281,10 +278,7 @@ class Launcher(Protocol):
         return  # the default; mypy takes an empty body for an abstract method
 
     def stop_reason(self, signal_name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
-        """The meaning of a signal that titanlab has not sent to a job.
-
-        The job asked for a warning `signal_seconds` before its time limit.
-        """
+        """The meaning of a signal to a job, which asked for a warning `signal_seconds` before its time limit."""
         return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"asked to end by {signal_name}; the run can be resumed")
 
     def requeue(self, place: ProcessPlace) -> str | None:
@@ -318,9 +312,5 @@ class Launcher(Protocol):
         raise ConfigError("launch", type(self).__name__, rule, "submit the run with titanlab sweep")
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
-        """The rank of a process that the scheduler itself, not a launcher, started as one of several; None: it did not.
-
-        Raises:
-            ConfigError: one of the scheduler's variables is missing or is not a number.
-        """
+        """The rank of a process that the scheduler itself has started as one of several; None: it has not."""
         return None

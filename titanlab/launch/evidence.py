@@ -4,9 +4,6 @@ SIGKILL alone does not say who sent it. The kernel counts the processes that its
 every control group (`oom_kill` in memory.events of cgroup v2, in memory.oom_control of v1) and for the whole machine
 (/proc/vmstat). See Documentation/admin-guide/cgroup-v2.rst of Linux.
 
-A job that fails before its run begins has no attempt and no record: its interpreter is missing, a module cannot be
-imported, its container does not start. The last line that its processes have printed is then the reason.
-
 `hosts.jsonl` in the folder of all runs has a line for each failure that its host may have caused. Later jobs of the
 same run leave these hosts out, until a person clears them.
 """
@@ -27,7 +24,6 @@ from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, load
 from titanlab.system import open_to_write, read_text, user_path, write_text
 
 _ROOT = Path("/")
-_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -61,20 +57,20 @@ class MemoryKills:
 
 def memory_kills(root: Path = _ROOT) -> MemoryKills:
     """The counter of this process's control group; without one, that of the machine."""
-    machine = _count(root / "proc/vmstat")
-    files = (folder / name for folder in memory_groups(root) for name in ("memory.events", "memory.oom_control"))
-    count = next((count for count in map(_count, files) if count is not None), None)
-    if count is not None:
-        return MemoryKills("its control group", count, machine)
+
+    def count(path: Path) -> int | None:
+        try:
+            match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)
+        except OSError:
+            return None
+        return int(match[1]) if match else None
+
+    machine = count(root / "proc/vmstat")
+    for folder in memory_groups(root):
+        for name in ("memory.events", "memory.oom_control"):
+            if (number := count(folder / name)) is not None:
+                return MemoryKills("its control group", number, machine)
     return MemoryKills("", 0) if machine is None else MemoryKills("this machine", machine, machine)
-
-
-def _count(path: Path) -> int | None:
-    try:
-        match = _COUNT.search(path.read_text())
-    except OSError:
-        return None
-    return int(match[1]) if match else None
 
 
 _LIMIT = 400
@@ -89,11 +85,19 @@ _HINT = re.compile(r"Try ['\"].* --help['\"] for more information\.?")
 def early_end(logs: Iterable[Path], *, besides: str | None = None) -> str | None:
     """Why a job failed before its run began, in one line; None if its processes have printed no reason.
 
+    Such a job has no attempt and no record: its interpreter is missing, a module cannot be imported, its container does
+    not start. The last line that its processes have printed is then the reason.
+
     Args:
         logs: what the job's processes have printed; standard error has priority, then the lowest rank.
         besides: a pattern of lines, such as those of a scheduler, that are used only if there are no others.
     """
-    for path in sorted(logs, key=lambda path: (path.suffix != ".err", _rank(path), path.name)):
+
+    def order(path: Path) -> tuple[bool, int, str]:
+        match = _RANK.search(path.name)
+        return path.suffix != ".err", int(match[1]) if match is not None else 0, path.name
+
+    for path in sorted(logs, key=order):
         lines = [line for line in printed_lines(path) if _HINT.fullmatch(line) is None]
         if path.suffix != ".err":
             lines = [refusal[1] for line in lines if (refusal := _REFUSAL.fullmatch(line)) is not None]
@@ -116,11 +120,6 @@ def printed_lines(path: Path, *, begin: int = 0) -> list[str]:
         if words := " ".join(printable.split()):
             lines.append(words if len(words) <= _LIMIT else f"{words[: _LIMIT - 3]}...")
     return lines
-
-
-def _rank(path: Path) -> int:
-    match = _RANK.search(path.name)
-    return int(match[1]) if match is not None else 0
 
 
 FILE = "hosts.jsonl"
@@ -163,23 +162,28 @@ def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
         return
     cause = outcome.cause or outcome.kind.meaning
     bad = BadHost(host, run.path.name, outcome.attempt, outcome.kind.value, cause, round(time.time(), 3))
-    line = json.dumps(asdict(bad), ensure_ascii=False) + "\n"
     with contextlib.suppress(OSError):
-        descriptor = open_to_write(_file(run.path.parent.parent), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = user_path(run.path.parent.parent) / FILE
+        descriptor = open_to_write(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             # In one write, because several jobs may write at the same time.
-            os.write(descriptor, line.encode())
+            os.write(descriptor, _line(bad).encode())
         finally:
             os.close(descriptor)
 
 
 def bad_hosts(runs: Path) -> list[BadHost]:
     """The failures, oldest first; lines that are damaged or foreign are skipped."""
-    try:
-        lines = read_text(_file(runs)).split("\n")
-    except (OSError, UnicodeDecodeError):
-        return []
-    return [bad for line in lines if (bad := _parsed(line)) is not None]
+    # Imported here: a run that is started needs it only after a failure.
+    import msgspec
+
+    found = []
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in read_text(user_path(runs) / FILE).split("\n"):
+            with contextlib.suppress(ValueError, msgspec.ValidationError):
+                bad = msgspec.convert(loaded(line), BadHost)
+                found += [bad] if _HOST.fullmatch(bad.host) else []
+    return found
 
 
 def clear_bad_hosts(runs: Path, host: str | None = None) -> int:
@@ -187,7 +191,7 @@ def clear_bad_hosts(runs: Path, host: str | None = None) -> int:
     before = bad_hosts(runs)
     after = [] if host is None else [bad for bad in before if bad.host != host]
     if len(after) < len(before):
-        write_text(_file(runs), "".join(json.dumps(asdict(bad), ensure_ascii=False) + "\n" for bad in after))
+        write_text(user_path(runs) / FILE, "".join(map(_line, after)))
     return len(before) - len(after)
 
 
@@ -196,16 +200,5 @@ def host_names(bad: Sequence[BadHost]) -> list[str]:
     return list(dict.fromkeys(failure.host for failure in bad))
 
 
-def _file(runs: Path) -> Path:
-    return user_path(runs) / FILE
-
-
-def _parsed(line: str) -> BadHost | None:
-    # Imported here: a run that is started needs it only after a failure.
-    import msgspec
-
-    try:
-        bad = msgspec.convert(loaded(line), BadHost)
-    except (ValueError, msgspec.ValidationError):
-        return None
-    return bad if _HOST.fullmatch(bad.host) else None
+def _line(bad: BadHost) -> str:
+    return json.dumps(asdict(bad), ensure_ascii=False) + "\n"

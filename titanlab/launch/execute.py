@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from titanlab.checkpoint import Place, parent_of, put_back
 from titanlab.data import source
-from titanlab.distributed import Host, Ranks, check_host, held_signals, stopped_before_start, this_host
+from titanlab.distributed import Ranks, check_host, held_signals, stopped_before_start, this_host
 from titanlab.launch import processes
 from titanlab.launch.attempt import (
+    Restart,
+    Restarts,
     close_earlier,
     conclude,
     go_back,
-    has_loaded,
     keep_tokenizer,
     make_attempts,
     missed_checkpoint,
@@ -27,7 +28,6 @@ from titanlab.launch.attempt import (
 from titanlab.launch.contract import Failure, launch_of
 from titanlab.launch.evidence import memory_kills
 from titanlab.launch.launchers import joined
-from titanlab.launch.restarts import Restart, Restarts, hide_device, note
 from titanlab.recipe import (
     Recipe,
     check,
@@ -77,18 +77,46 @@ def prepare(
     Args:
         started: the runs resume from their own checkpoints; the weights from which they first started may be gone.
     """
-    host = this_host()
-    ranks = joined(environ)
+    host, ranks = this_host(), joined(environ)
+    resolved = []
     # All quick checks of all recipes come before the data of any recipe is prepared.
-    resolved = [_resolved(recipe, host, ranks, started=started) for recipe in recipes]
+    for given in recipes:
+        recipe = resolve(given, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
+        check(recipe)
+        processes = ranks.local_world if ranks else recipe.layout.world
+        check_host(
+            host,
+            accelerator=recipe.cluster.accelerator,
+            device=recipe.cluster.device,
+            processes=processes,
+            has_own_gpu=ranks is not None and ranks.has_own_gpu,
+        )
+        check_host_memory(recipe, host, processes=processes)
+        check_runs(recipe.runs)
+        if not started:
+            check_beginning(recipe)
+        resolved.append(recipe)
     if ranks is None or ranks.rank == 0:
         notices = list(map(shortened_warmup, recipes))
-        if not started:
-            for recipe in recipes:
-                notices += not_read(recipe)
+        for recipe in () if started else recipes:
+            notices += not_read(recipe)
         for notice in dict.fromkeys(filter(None, notices)):
             report(notice)
-    return [_with_data(recipe, ranks, report, started=started) for recipe in resolved]
+    ready = []
+    for recipe in resolved:
+        source.prepare(recipe.data, report=report)
+        # Some rules need the corpus itself: its length, or the vocabulary of its tokenizer.
+        check(recipe)
+        identity = identify(
+            recipe,
+            data=source.fingerprint(recipe.data),
+            hardware=str(recipe.cluster.device),
+            repeat=recipe.repeat,
+            # A run that has begun has a name already.
+            weights=None if started else start_fingerprint(recipe),
+        )
+        ready.append(Ready(recipe=recipe, identity=identity, ranks=ranks))
+    return ready
 
 
 def execute(ready: Ready, console: Console) -> Outcome:
@@ -151,7 +179,6 @@ class RanksHere:
         job: the job of this process, if it runs all ranks: a check that prevents its attempt then gives a result.
     """
 
-    processes: int | None
     # All ranks are on this node: if it is lost, so is this process.
     has_lost_nodes = False
 
@@ -167,44 +194,61 @@ class RanksHere:
         put_aside: Sequence[Place] = (),
         job: Job | None = None,
     ) -> None:
-        self._run, self._recipe, self._ranks, self._console, self._job = run, recipe, ranks, console, job
-        self.checkpoint, self._put_aside = checkpoint, put_aside
-        self.started_by = started_by
+        self._run, self._recipe, self._ranks, self._console, self.job = run, recipe, ranks, console, job
+        self.checkpoint, self._put_aside, self.started_by, self.report = checkpoint, put_aside, started_by, console.warn
         self.processes = ranks.local_world if ranks else None
         self._restarts: Restarts | None = None
-        self._restart: Restart | None = None
+        self.restart: Restart | None = None
         self._held: list[tuple[int, float]] = []
-        self.report = console.warn
 
     def next_recipe(self) -> Recipe:
-        if self._restart is None and self.checkpoint is None and (missed := missed_checkpoint(self._run)):
+        if self.restart is not None:
+            return self.restart.recipe
+        if self.checkpoint is None and (missed := missed_checkpoint(self._run)):
             self._console.note(missed)
         if self._recipe is None:
-            assert self._job is not None
-            self._job.check_code()
+            assert self.job is not None
+            self.job.check_code()
             check_unedited(self._run)
             # A scheduler may have started the process that submitted, not this one.
-            recipe = from_mapping(self._job.config())
-            (ready,) = prepare([recipe], self._console.note, started=True, environ={})
-            self._recipe = ready.recipe
+            recipe = from_mapping(self.job.config())
+            self._recipe = prepare([recipe], self._console.note, started=True, environ={})[0].recipe
         return self._recipe
 
     def refused(self, error: Exception) -> Outcome:
-        if self._job is None:
+        if self.job is None:
             raise error
-        return self._job.refused(error, self._job.config())
+        return self.job.refused(error, self.job.config())
 
     def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
+        run, console, ranks, job = self._run, self._console, self._ranks, self.job
         # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
         # records why another rank has failed.
         with held_signals() as self._held:
-            if self._job is not None:
-                self._job.note(attempt)
-                self._held += self._job.signals
-            if self._restart is not None:
-                note(self._run, attempt, self._restart, attempt - 1)
-            outcome = self._with_person(self._ended(attempt, recipe))
-            if self._put_aside and not has_loaded(self._run, attempt):
+            if job is not None:
+                self._held += job.signals
+            start = launch_of(recipe).implementation().start if ranks is None else None
+            keep_tokenizer(run, recipe)
+            kills = memory_kills()
+            # From here on, rank 0 writes to the terminal.
+            console.phase(None)
+            if self._held:
+                outcome = with_progress(run, stopped_before_start(self._held[0][0], attempt=attempt))
+                run.write_result(outcome)
+                console.note(f"{outcome.kind.value}: {outcome.cause}")
+            else:
+                if start is not None:
+                    failures = start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
+                else:
+                    assert ranks is not None
+                    failures = processes.start_one(run.path, ranks)
+                shown = set(range(ranks.world)) if ranks is not None else {0} if job is None else set()
+                outcome = _recorded(run, attempt, failures, console, terminal=shown, memory=kills.evidence())
+            if outcome.kind is OutcomeKind.CANCELLED and (by := run.asked_to_cancel()) is not None:
+                # The cause begins with the signal that asked the ranks to stop: name the user instead.
+                outcome = replace(outcome, cause=f"{by}; {(outcome.cause or '').partition('; ')[2]}")
+                run.write_result(outcome)
+            if self._put_aside and not any(row["attempt"] == attempt for row in run.metrics("attempt")):
                 # The chosen checkpoint cannot be loaded: the later ones count again.
                 put_back(self._put_aside)
         return outcome
@@ -214,80 +258,16 @@ class RanksHere:
         if self._held or self._ranks is not None:
             return False
         self._restarts = self._restarts or Restarts(self._run, launch_of(recipe))
-        restart, why_not = self._restarts.after(outcome, recipe)
-        if restart is None:
+        self.restart, why_not = self._restarts.after(outcome, recipe)
+        if self.restart is None:
             if why_not:
                 self.report(why_not)
             return False
-        self.report(restart.why)
-        hide_device(restart, recipe)
-        self._restart, self._recipe, self.checkpoint, self._put_aside = restart, restart.recipe, None, ()
+        self.report(self.restart.why)
+        if self.restart.left_out is not None and recipe.cluster.accelerator == "cuda":
+            processes.hide_device(self.restart.left_out)
+        self.checkpoint, self._put_aside = None, ()
         return True
-
-    def _ended(self, attempt: int, recipe: Recipe) -> Outcome:
-        """Start the ranks of an attempt that has begun, and return its outcome when they have ended."""
-        run, console, ranks = self._run, self._console, self._ranks
-        start = launch_of(recipe).implementation().start if ranks is None else None
-        keep_tokenizer(run, recipe)
-        kills = memory_kills()
-        # From here on, rank 0 writes to the terminal.
-        console.phase(None)
-        if self._held:
-            outcome = with_progress(run, stopped_before_start(self._held[0][0], attempt=attempt))
-            run.write_result(outcome)
-            console.note(f"{outcome.kind.value}: {outcome.cause}")
-            return outcome
-        if start is not None:
-            failures = start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
-        else:
-            assert ranks is not None
-            failures = processes.start_one(run.path, ranks)
-        shown = set(range(ranks.world)) if ranks is not None else {0} if self._job is None else set()
-        return _recorded(run, attempt, failures, console, terminal=shown, memory=kills.evidence())
-
-    def _with_person(self, outcome: Outcome) -> Outcome:
-        """The outcome of an attempt; its cause names the user who cancelled it with `titanlab cancel`."""
-        by = self._run.asked_to_cancel()
-        if by is None or outcome.kind is not OutcomeKind.CANCELLED:
-            return outcome
-        # The cause begins with the signal that asked the ranks to stop.
-        outcome = replace(outcome, cause=f"{by}; {(outcome.cause or '').partition('; ')[2]}")
-        self._run.write_result(outcome)
-        return outcome
-
-
-def _resolved(recipe: Recipe, host: Host, ranks: Ranks | None, *, started: bool) -> Recipe:
-    """The recipe with all values set, after every check that needs no data."""
-    recipe = resolve(recipe, world=ranks.world if ranks else None, accelerator=host.accelerator, device=host.device)
-    check(recipe)
-    processes = ranks.local_world if ranks else recipe.layout.world
-    check_host(
-        host,
-        accelerator=recipe.cluster.accelerator,
-        device=recipe.cluster.device,
-        processes=processes,
-        has_own_gpu=ranks is not None and ranks.has_own_gpu,
-    )
-    check_host_memory(recipe, host, processes=processes)
-    check_runs(recipe.runs)
-    if not started:
-        check_beginning(recipe)
-    return recipe
-
-
-def _with_data(recipe: Recipe, ranks: Ranks | None, report: Callable[[str], None], *, started: bool) -> Ready:
-    source.prepare(recipe.data, report=report)
-    # Some rules need the corpus itself: its length, or the vocabulary of its tokenizer.
-    check(recipe)
-    identity = identify(
-        recipe,
-        data=source.fingerprint(recipe.data),
-        hardware=str(recipe.cluster.device),
-        repeat=recipe.repeat,
-        # A run that has begun has a name already.
-        weights=None if started else start_fingerprint(recipe),
-    )
-    return Ready(recipe=recipe, identity=identity, ranks=ranks)
 
 
 def _recorded(

@@ -127,13 +127,8 @@ class Slurm(LaunchConfig):
 
     def __post_init__(self) -> None:
         check_restarts(self)
-        for name, example in {
-            "cpus_per_task": 8,
-            "minutes": 60,
-            "array_parallelism": 8,
-            "threads": 1,
-            "signal_seconds": 120,
-        }.items():
+        examples = {"cpus_per_task": 8, "minutes": 60, "array_parallelism": 8, "threads": 1, "signal_seconds": 120}
+        for name, example in examples.items():
             value = getattr(self, name)
             if value is not None and value < 1:
                 null = "" if name == "signal_seconds" else ", or null"
@@ -156,9 +151,6 @@ class Slurm(LaunchConfig):
             if not _NAME.fullmatch(name):
                 rule = "is no name of a variable"
                 raise ConfigError("launch.environment", name, rule, "letters, digits and '_', the first no digit")
-        self._check_extra()
-
-    def _check_extra(self) -> None:
         for name, value in self.extra.items():
             if not _FLAG.fullmatch(name):
                 raise ConfigError("launch.extra", name, "is no flag of sbatch", "write it long, without the dashes")

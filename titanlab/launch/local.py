@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from titanlab.distributed import ALONE, CORES, MEETING, cores, handled_signals, this_host
+from titanlab.distributed import ALONE, CORES, MEETING, cores, handled_signals
 from titanlab.errors import ConfigError
 from titanlab.launch import processes
 from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, ProcessPlace
 from titanlab.launch.evidence import early_end, printed_lines
+from titanlab.launch.processes import DEVICES, visible_devices
 from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, submissions
 from titanlab.records import Outcome, OutcomeKind, RunFolder, claimed, first_line, holder_of, is_claimed
 from titanlab.system import born_at, counted, disk_fault, stopped_note
@@ -35,7 +35,6 @@ KIND = "local"
 # The lock that the sweep's supervisor holds.
 LOCK = ".supervisor"
 LOG = "supervisor.log"
-_DEVICES = "CUDA_VISIBLE_DEVICES"
 # Lines that the supervisor itself writes; other lines are error messages.
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 # A job of another host, whose claim may not be seen here, counts as running for this time after its last status.
@@ -49,12 +48,20 @@ _PATIENCE_SECONDS = 1.0
 _FULL_DISK_SECONDS = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LocalJob:
-    """One job of a submission."""
+    """One job of a submission.
+
+    Attributes:
+        process: that this supervisor has started; None: it waits, an earlier supervisor has started it, or another
+            process works on its run.
+        devices: for this job alone, if this supervisor has started it.
+    """
 
     submission: Submission
     index: int
+    process: subprocess.Popen[bytes] | None = None
+    devices: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:
@@ -84,15 +91,15 @@ class LocalJob:
         except ConfigError:
             # The table reports the damaged file. This job does not start.
             return JobState(state="ended", raw="ended", job_id=job_id)
-        if run.is_claimed() or (has_begun and result is None and _is_heard_of(run, made_by)):
+        is_over = result is not None and (result.kind is OutcomeKind.DONE or result.ended >= self.submission.created)
+        state = "ended" if has_begun or is_over or not run.path.is_dir() else "pending"
+        if run.is_claimed():
             state = "running"
-        elif has_begun or not run.path.is_dir():
-            state = "ended"
-        else:
-            is_over = result is not None and (
-                result.kind is OutcomeKind.DONE or result.ended >= self.submission.created
-            )
-            state = "ended" if is_over else "pending"
+        elif has_begun and result is None and made_by.get("nodes") != [socket.gethostname()]:
+            # The claim of another host may not be seen here: it has written a status lately.
+            status = run.known_status()
+            if status is not None and status.state not in ("prepared", "ended"):
+                state = "running" if time.time() - status.updated < _SIGN_OF_LIFE_SECONDS else state
         if not has_begun:
             return JobState(state=state, raw=None if state == "pending" else state, job_id=job_id)
         end = time.time() if state == "running" or result is None else result.ended
@@ -104,14 +111,6 @@ class LocalJob:
             nodes=tuple(map(str, nodes)) if isinstance(nodes, list) else (),
             job_id=job_id,
         )
-
-
-def _is_heard_of(run: RunFolder, made_by: Mapping[str, Any]) -> bool:
-    """Whether a job of another host has written a status lately."""
-    status = run.known_status()
-    if status is None or status.state in ("prepared", "ended") or made_by.get("nodes") == [socket.gethostname()]:
-        return False
-    return time.time() - status.updated < _SIGN_OF_LIFE_SECONDS
 
 
 def jobs_in_order(sweep: Path) -> list[LocalJob]:
@@ -141,15 +140,13 @@ class LocalLauncher(Launcher):
         return submission.token
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
-        jobs = [
-            LocalJob(submission=submission, index=index)
-            for submission in submitted
-            for index in range(len(submission.runs))
-        ]
-        states, idle = {job.key: job.state(sweep) for job in jobs}, why_idle(sweep)
-        return {
-            key: replace(state, reason=idle) if state.state == "pending" else state for key, state in states.items()
-        }
+        states, idle = {}, why_idle(sweep)
+        for submission in submitted:
+            for index in range(len(submission.runs)):
+                job = LocalJob(submission=submission, index=index)
+                state = job.state(sweep)
+                states[job.key] = replace(state, reason=idle) if state.state == "pending" else state
+        return states
 
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
@@ -212,11 +209,11 @@ def wake(sweep: Path) -> bool:
 def _environment(sweep: Path, submission: Submission) -> dict[str, str]:
     """The environment of a process that runs a submission's snapshot, before the user's own modules."""
     own = submission.environment(sweep)
-    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     # Python must not find snapshots of other submissions of this sweep.
+    inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in inherited if path and not path.startswith(str(sweep / "code") + os.sep)]
-    environment = {**os.environ, **own, "PYTHONPATH": os.pathsep.join([own["PYTHONPATH"], *others])}
-    return {name: value for name, value in environment.items() if name not in MEETING}
+    kept = {name: value for name, value in os.environ.items() if name not in MEETING}
+    return {**kept, **own, "PYTHONPATH": os.pathsep.join([own["PYTHONPATH"], *others])}
 
 
 def why_idle(sweep: Path) -> str | None:
@@ -256,27 +253,13 @@ def fail(sweep: Path, job: LocalJob, cause: str) -> None:
         run.write_result(outcome)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RunningJob:
-    """A job that runs.
-
-    Attributes:
-        process: None: an earlier supervisor has started the job, or another process works on its run.
-        devices: for this job alone, if this supervisor has started it.
-    """
-
-    job: LocalJob
-    process: subprocess.Popen[bytes] | None
-    devices: tuple[str, ...] = ()
-
-
 class Supervisor:
     """Runs the jobs of one sweep on this host."""
 
     def __init__(self, sweep: Path, *, devices: Sequence[str] | None = None) -> None:
         self._sweep = sweep
         self._devices = tuple(visible_devices(os.environ) if devices is None else devices)
-        self._running: dict[tuple[str, int], _RunningJob] = {}
+        self._running: dict[tuple[str, int], LocalJob] = {}
         self._waiting: list[LocalJob] = []
         self._seen: set[str] = set()
         self._ending = False
@@ -313,11 +296,11 @@ class Supervisor:
     def end(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGTERM: ask all jobs to save and end, and start no more."""
         self._ending = True
-        for running in self._running.values():
-            if running.process is not None and running.process.poll() is None:
-                running.process.send_signal(signal.SIGTERM)
+        for job in self._running.values():
+            if job.process is not None and job.process.poll() is None:
+                job.process.send_signal(signal.SIGTERM)
             else:
-                signal_run(RunFolder(self._sweep / running.job.run), signal.SIGTERM)
+                signal_run(RunFolder(self._sweep / job.run), signal.SIGTERM)
 
     def _is_over(self, lock: contextlib.ExitStack) -> bool:
         with contextlib.suppress(ConfigError), claim_sweep(self._sweep):
@@ -334,75 +317,76 @@ class Supervisor:
             return
         self._seen, self._waiting = tokens, []
         for job in jobs_in_order(self._sweep):
-            if job.key not in self._running:
-                state = job.state(self._sweep).state
-                if state == "pending":
-                    self._waiting.append(job)
-                elif state == "running":
-                    self._watch(job)
+            state = "" if job.key in self._running else job.state(self._sweep).state
+            if state == "pending":
+                self._waiting.append(job)
+            elif state == "running":
+                self._watch(job)
 
     def _watch(self, job: LocalJob) -> None:
         _say(f"{job.run} was started by an earlier supervisor, or by another process")
-        self._running[job.key] = _RunningJob(job=job, process=None)
+        job.devices = ()
+        self._running[job.key] = job
 
     def _collect(self) -> None:
         """Note the jobs that have ended; write a result for each that has not begun an attempt."""
-        for key, running in list(self._running.items()):
-            job, process = running.job, running.process
-            if process is not None and process.poll() is None:
+        for key, job in list(self._running.items()):
+            if job.process is not None and job.process.poll() is None:
                 continue
             state = job.state(self._sweep).state
             if state == "running":
                 continue
             del self._running[key]
-            if process is None and state == "pending":
+            if job.process is None and state == "pending":
                 self._waiting.insert(0, job)
                 continue
-            if process is not None and state == "pending":
-                cause = early_end(self._logs(job)) or f"ended with exit code {process.returncode} before the run began"
-                fail(self._sweep, job, cause)
+            if job.process is not None and state == "pending":
+                code = job.process.returncode
+                fail(
+                    self._sweep, job, early_end(self._logs(job)) or f"ended with exit code {code} before the run began"
+                )
             _say(f"{job.run} has ended")
 
     def _has_room(self, job: LocalJob) -> bool:
         """Whether a job fits beside the running ones; a job that is larger than the limit runs alone."""
-        used = sum(running.job.processes for running in self._running.values())
+        used = sum(running.processes for running in self._running.values())
         gpus = min(job.submission.shape.gpus_per_node, len(self._devices))
         return (used == 0 or used + job.processes <= job.room) and gpus <= len(self._free_devices())
 
     def _free_devices(self) -> list[str]:
         taken: set[str] = set()
-        for running in self._running.values():
-            devices = running.devices
-            if running.process is None and self._devices:
-                environment = (RunFolder(self._sweep / running.job.run).env() or {}).get("environment", {})
-                devices = tuple(str(environment.get(_DEVICES, "")).split(","))
-            taken |= set(devices)
+        for job in self._running.values():
+            taken |= set(job.devices)
+            if job.process is None and self._devices:
+                environment = (RunFolder(self._sweep / job.run).env() or {}).get("environment", {})
+                taken |= set(str(environment.get(DEVICES, "")).split(","))
         return [device for device in self._devices if device not in taken]
 
     def _start(self, job: LocalJob) -> None:
         """Start the first job that waits, unless it was cancelled, or another process works on its run."""
-        devices = tuple(self._free_devices()[: job.submission.shape.gpus_per_node])
+        job.devices = tuple(self._free_devices()[: job.submission.shape.gpus_per_node])
         try:
             # `titanlab cancel` claims the sweep too.
             with claim_sweep(self._sweep, patience_seconds=_PATIENCE_SECONDS):
                 state = job.state(self._sweep).state
-                process = self._started(job, devices) if state == "pending" else None
+                if state == "pending":
+                    job.process = self._started(job)
         except ConfigError:
             return  # Another process has claimed the sweep: try again at the next poll.
         except OSError as error:
             if disk_fault(error) is not None:
                 raise
             # Do not retry: the next start would fail too. The supervisor goes on.
-            state, process = "ended", None
+            state = "ended"
             fail(self._sweep, job, f"could not be started: {first_line(error)}")
         self._waiting.remove(job)
-        if process is not None:
-            self._running[job.key] = _RunningJob(job=job, process=process, devices=devices)
-            _say(f"{job.run} is started: {counted(job.processes, 'rank')}, process {process.pid}")
+        if job.process is not None:
+            self._running[job.key] = job
+            _say(f"{job.run} is started: {counted(job.processes, 'rank')}, process {job.process.pid}")
         elif state == "running":
             self._watch(job)
 
-    def _started(self, job: LocalJob, devices: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _started(self, job: LocalJob) -> subprocess.Popen[bytes]:
         """Start the process of a job, which starts the ranks."""
         submission, folder = job.submission, Path(job.submission.folder)
         # The same share of the cores for every process of a sweep, so that layouts can be compared.
@@ -411,7 +395,7 @@ class Supervisor:
         with output.open("ab") as out, errors.open("ab") as err:
             return subprocess.Popen(
                 [sys.executable, *submission.command(self._sweep, job.index)],
-                env={**_environment(self._sweep, submission), CORES: str(share), _DEVICES: ",".join(devices)},
+                env={**_environment(self._sweep, submission), CORES: str(share), DEVICES: ",".join(job.devices)},
                 # Relative paths in a recipe are relative to the folder in which it was submitted.
                 cwd=folder if folder.is_dir() else None,
                 stdin=subprocess.DEVNULL,
@@ -436,15 +420,6 @@ def signal_run(run: RunFolder, number: int) -> str | None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
     return None
-
-
-def visible_devices(environ: Mapping[str, str]) -> list[str]:
-    """The accelerators that this process may use, as in CUDA_VISIBLE_DEVICES."""
-    host = this_host()
-    if host.accelerator != "cuda":
-        return []
-    visible = [part.strip() for part in environ.get(_DEVICES, "").split(",") if part.strip()]
-    return visible[: host.count] if visible else [str(number) for number in range(host.count)]
 
 
 def _say(text: str) -> None:

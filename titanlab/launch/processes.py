@@ -1,8 +1,7 @@
 """Ranks as processes of this host: started, watched, and ended together. This process does not import torch.
 
 A stop request is forwarded to the ranks, which save and end. If the ranks do not end, or one is stopped (SIGSTOP),
-their launcher kills all of them after a grace time and notes why. All launchers ask the same `Escalation` while they
-wait.
+their launcher kills all of them after a grace time and notes why. Every launcher waits in `RankProcesses.watch`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from titanlab.distributed import (
     PARENT,
     PIDS_FILE,
     STATES,
-    STOP_SIGNALS,
     STOPS,
     Ranks,
     await_notes,
@@ -39,6 +37,7 @@ from titanlab.distributed import (
     handled_signals,
     hangs_of_others,
     stopped_before_start,
+    this_host,
 )
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import Failure
@@ -60,12 +59,13 @@ _ESCALATION_SECONDS = 0.5
 
 
 class Escalation:
-    """Watches ranks of this host during one attempt.
+    """Decides when ranks of this host must be killed, because a request to stop has no effect; notes ranks that hang.
 
     Args:
         world: number of ranks of the run; those on other hosts count too.
 
     Attributes:
+        unsent: signals to this process that the ranks have not got yet.
         is_over: whether the ranks must be killed: `is_due` has returned true.
         hangs: whether a rank keeps others waiting because it is stopped.
     """
@@ -83,11 +83,12 @@ class Escalation:
         self._asked: tuple[OutcomeKind, str] | None = None
         self._asked_at = self._effect_at = self._hurried_at = 0.0
         self._progress: tuple[str, int] | None = None
-        self._answer_due = False
+        self._answer_due = self.hangs = self.is_over = False
+        # By rank, since when it is stopped; and the ranks of which that was said.
         self._stopped_since: dict[int, float] = {}
         self._said: set[int] = set()
-        self.hangs = self.is_over = False
         self._looked_at = -float("inf")
+        self.unsent: list[int] = []
 
     def asked(self, kind: OutcomeKind, cause: str) -> None:
         """Note a stop request; a second one, over a second later, means that the user does not want to wait."""
@@ -97,103 +98,92 @@ class Escalation:
         elif not self._hurried_at and now - self._asked_at > ONE_REQUEST_SECONDS:
             self._hurried_at = now
 
-    def signalled(self, number: int) -> None:
-        """Note a signal to this process as a stop request."""
+    def signalled(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal to this process as a stop request."""
         # A closed terminal ends a run as Ctrl-C does.
         kind = STOPS[signal.SIGINT if number == signal.SIGHUP else number]
         self._answer_due = self._asked is None and number in (signal.SIGINT, signal.SIGTERM)
         self.asked(kind, f"asked to end by {signal.Signals(number).name}")
+        self.unsent.append(number)
 
     def is_due(self, pids: Mapping[int, int]) -> bool:
-        """Whether all ranks must be killed now, because a stop request has no effect; then a note says why.
-
-        If a rank keeps the others waiting because it is stopped, a note says that it hangs.
+        """Whether all ranks must be killed now; then a note says why.
 
         Args:
             pids: process by rank, for the ranks of this host that have not ended.
         """
+        now = self._clock()
         if self._answer_due:
-            self._answer()
-        if self._clock() - self._looked_at < _ESCALATION_SECONDS:
+            # Not in the signal's handler.
+            self._answer_due = False
+            state, _ = self._state()
+            if state in ("running", "saving"):
+                what = "stopping after this step, then saving" if state == "running" else "stopping when this is saved"
+                self._say(f"{what}. A second Ctrl-C ends the run now{self._lost()}")
+        if now - self._looked_at < _ESCALATION_SECONDS:
             return False
-        self._looked_at = self._clock()
-        stopped = self._look_for_stopped(pids)
+        self._looked_at = now
+        stopped = self._look_for_stopped(pids, now)
         if self._asked is None:
-            self._note_hang(stopped)
+            self._note_hang(stopped, now)
             return False
-        why = self._why(stopped)
-        if why is None:
+        state, step = self._state()
+        if (state, step) != self._progress:
+            self._progress, self._effect_at = (state, step), now
+        limit = START_SECONDS if state in ("starting", "ended") else STOP_SECONDS
+        if stopped:
+            rank = min(stopped)
+            why = f"rank {rank} did not end ({STATES[stopped[rank]]})"
+        elif self._hurried_at:
+            if now - self._hurried_at < HURRY_SECONDS:
+                return False
+            why = "asked again"
+        elif now - self._effect_at >= limit:
+            why = f"its ranks did not end within {limit:g} s"
+        else:
             return False
         self.is_over = True
         kind, cause = self._asked
-        rank = min(stopped or pids, default=0)
-        self._note(kind, rank, f"{cause}; {why}, so all ranks were killed{self._lost()}")
+        self._note(kind, min(stopped or pids, default=0), f"{cause}; {why}, so all ranks were killed{self._lost()}")
         return True
 
-    def _answer(self) -> None:
-        """Tell the person at the terminal what the request will do; not called in the signal's handler."""
-        self._answer_due = False
-        state = self._state()[0]
-        if state in ("running", "saving"):
-            what = "stopping after this step, then saving" if state == "running" else "stopping when this is saved"
-            self._say(f"{what}. A second Ctrl-C ends the run now{self._lost()}")
-
-    def _look_for_stopped(self, pids: Mapping[int, int]) -> dict[int, str]:
-        """Ranks that have been stopped for a while, with the states of their processes."""
+    def _look_for_stopped(self, pids: Mapping[int, int], now: float) -> dict[int, str]:
+        """Ranks that have been stopped for a while, with the states of their processes; says so once for each."""
         states = {rank: state for rank, pid in pids.items() if (state := process_state(pid)) in STOPPED}
-        now = self._clock()
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in states}
         long = {rank: states[rank] for rank, since in self._stopped_since.items() if now - since >= STOPPED_SECONDS}
-        for rank in long.keys() - self._said:
-            since = time.strftime("%H:%M:%S", time.localtime(time.time() - now + self._stopped_since[rank]))
-            waits = ", and the others wait for it" if self._world > 1 else ""
-            command = f"`kill -CONT {pids[rank]}` on {socket.gethostname()}"
-            resume = f": {command} lets it go on" if states[rank] == "T" else ""
-            words = f"rank {rank}: {STATES[states[rank]]} since {since}{waits}{resume}"
-            self._say(words)
-            self._keep_stopped(rank, words)
-        for rank in self._said - long.keys():
-            self._keep_stopped(rank, None)
+        for rank in self._said ^ long.keys():
+            words = None
+            if rank in long:
+                since = time.strftime("%H:%M:%S", time.localtime(time.time() - now + self._stopped_since[rank]))
+                waits = ", and the others wait for it" if self._world > 1 else ""
+                command = f"`kill -CONT {pids[rank]}` on {socket.gethostname()}"
+                resume = f": {command} lets it go on" if states[rank] == "T" else ""
+                words = f"rank {rank}: {STATES[states[rank]]} since {since}{waits}{resume}"
+                self._say(words)
+            # `status` and `diagnose` show it, perhaps on another host. A full disk must not end the watch.
+            with contextlib.suppress(OSError):
+                self._run.keep_stopped(self._number(), rank, words)
         self._said = set(long)
         return long
 
-    def _keep_stopped(self, rank: int, words: str | None) -> None:
-        # `status` and `diagnose` show it, perhaps on another host. A full disk must not end the watch.
-        with contextlib.suppress(OSError):
-            self._run.keep_stopped(self._number(), rank, words)
-
-    def _note_hang(self, stopped: Mapping[int, str]) -> None:
+    def _note_hang(self, stopped: Mapping[int, str], now: float) -> None:
         """Note that a rank hangs if it keeps others waiting for as long as a step may take."""
-        limit = self._limit()
-        if self.hangs or self._world == 1 or limit is None:
+        # State "t" is a debugger's: somebody is looking at the rank.
+        ranks = [rank for rank, state in stopped.items() if state == "T"]
+        if self.hangs or self._world == 1 or not ranks:
             return
-        for rank, state in stopped.items():
-            # State "t" is a debugger's: somebody is looking at the rank. In a step, the waiting ranks note the hang
-            # first.
-            if state == "T" and self._clock() - self._stopped_since[rank] >= limit + STOPPED_SECONDS:
+        limit: float | None = LEAST_LIMIT_SECONDS
+        with contextlib.suppress(ConfigError, AttributeError):
+            given = self._run.config(self._number()).get("training", {}).get("step_timeout_seconds")
+            # 0: no limit.
+            limit = LEAST_LIMIT_SECONDS if given is None else float(given) or None
+        for rank in ranks:
+            # In a step, the waiting ranks note the hang first.
+            if limit is not None and now - self._stopped_since[rank] >= limit + STOPPED_SECONDS:
                 self.hangs = True
                 what = f"a rank was stopped for {limit:g} s"
-                self._note(OutcomeKind.HANG, rank, f"{what}: rank {rank} does not answer: {STATES[state]}")
-
-    def _limit(self) -> float | None:
-        """Seconds that a rank may be stopped; None: no limit."""
-        with contextlib.suppress(ConfigError, AttributeError):
-            limit = self._run.config(self._number()).get("training", {}).get("step_timeout_seconds")
-            return LEAST_LIMIT_SECONDS if limit is None else float(limit) or None
-        return LEAST_LIMIT_SECONDS
-
-    def _why(self, stopped: Mapping[int, str]) -> str | None:
-        """Why the ranks must be killed after a stop request, as a clause; None: not yet."""
-        now, (state, step) = self._clock(), self._state()
-        if (state, step) != self._progress:
-            self._progress, self._effect_at = (state, step), now
-        if stopped:
-            rank = min(stopped)
-            return f"rank {rank} did not end ({STATES[stopped[rank]]})"
-        if self._hurried_at:
-            return "asked again" if now - self._hurried_at >= HURRY_SECONDS else None
-        limit = START_SECONDS if state in ("starting", "ended") else STOP_SECONDS
-        return f"its ranks did not end within {limit:g} s" if now - self._effect_at >= limit else None
+                self._note(OutcomeKind.HANG, rank, f"{what}: rank {rank} does not answer: {STATES['T']}")
 
     def _state(self) -> tuple[str, int]:
         """State and step of this attempt, as status.json has them."""
@@ -215,8 +205,6 @@ class Escalation:
 
 
 _POLL_SECONDS = 0.05
-# Seconds between two looks for notes of ranks that hang.
-_HANG_LOOK_SECONDS = 0.5
 # A process in state D (it waits for a device) does not end at SIGKILL.
 KILL_SECONDS = 30.0
 
@@ -258,32 +246,29 @@ class RankProcesses:
         self.running()
         return dict(sorted(self._codes.items()))
 
+    def watch(self, escalation: Escalation, look: Callable[[], float | None], *, seconds: float) -> None:
+        """Wait until all ranks have ended well, one has failed, or those that are left must be ended.
+
+        Args:
+            look: called every so many `seconds`; returns how long the ranks may still run, None for any time. The first
+                time that it returns counts.
+        """
+        end, look_at = float("inf"), time.monotonic()
+        while (running := self.running()) and not any(self._codes.values()):
+            while escalation.unsent:
+                self.ask_to_stop(escalation.unsent.pop(0))
+            if time.monotonic() >= look_at:
+                limit = look()
+                look_at = time.monotonic() + seconds
+                end = min(end, look_at - seconds + limit) if limit is not None else end
+            if escalation.is_due(running) or time.monotonic() >= end:
+                return
+            time.sleep(_POLL_SECONDS)
+
     def ask_to_stop(self, number: int) -> None:
         """Send a signal to every rank that has not ended; wake stopped ranks, which would not receive it."""
         for pid in self.running().values():
             _ask_to_stop(pid, number)
-
-    def show_stacks(self) -> None:
-        """Make ranks write the Python stacks of all their threads to their logs; does not wake stopped ranks."""
-        for pid in self.running().values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
-
-    def wait_for_failure(self, hangs: Callable[[], bool], is_due: Callable[[], bool]) -> tuple[set[int], set[int]]:
-        """Wait until a rank fails, ranks hang or must be killed, or all ranks have ended well.
-
-        Returns:
-            the ranks that failed, and those that ended with exit code 0.
-        """
-        look = time.monotonic() + _HANG_LOOK_SECONDS
-        while self.running() and not any(self._codes.values()) and not is_due():
-            if time.monotonic() > look:
-                if hangs():
-                    break
-                look = time.monotonic() + _HANG_LOOK_SECONDS
-            time.sleep(_POLL_SECONDS)
-        failed = {rank for rank, code in self._codes.items() if code}
-        return failed, self._codes.keys() - failed
 
     def end(self, number: int, *, seconds: float) -> None:
         """End all ranks, with the processes that they have started: by a signal, and by SIGKILL some seconds later."""
@@ -311,6 +296,8 @@ def _ask_to_stop(pid: int, number: int) -> None:
 _LINGER_SECONDS = 6.0
 # The other ranks have this time to end after one has failed.
 GRACE_SECONDS = 5
+# Seconds between two looks for notes of ranks that hang.
+_HANG_LOOK_SECONDS = 0.5
 # Seconds between two looks at the process that forks the ranks.
 _LOOK_SECONDS = 0.2
 _PIPE_BYTES = 65_536
@@ -326,8 +313,24 @@ def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure
         the ranks that failed, by rank. Their own records of the failure are in the run's folder.
     """
     first = replace(ALONE, world=world, local_world=world, port=free_port(), started_by=Local.kind)
-    places = [replace(first, rank=rank, local_rank=rank) for rank in range(world)]
-    return start_one(folder, places[0], attempt=attempt) if world == 1 else _start_many(folder, places, attempt, logs)
+    if world == 1:
+        return start_one(folder, first, attempt=attempt)
+    begin, run = time.time(), RunFolder(folder)
+    with _stop_requests(run, attempt, first) as escalation:
+        started: RankProcesses | Failure
+        with adopting() as can_fork:
+            if can_fork:
+                started = _forked(run, first, attempt, escalation)
+            else:
+                processes: dict[int, subprocess.Popen[bytes]] = {}
+                for rank in range(world):
+                    log = {LOG: str(logs / f"rank-{rank}.log")} if rank else {}
+                    place = replace(first, rank=rank, local_rank=rank)
+                    processes |= start_worker(folder, place, attempt, variables=log).started
+                started = RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
+        if isinstance(started, Failure):
+            return [started]
+        return wait_for(started, run, since=begin, escalation=escalation)
 
 
 def start_one(
@@ -340,32 +343,19 @@ def start_one(
         config: the recipe as plain values, for a rank that may start before rank 0 has written config.yaml.
     """
     begin, run = time.time(), RunFolder(folder)
-    escalation = _escalation(run, attempt=attempt, ranks=ranks)
-    with _forwarded_signals(escalation) as signals:
+    with _stop_requests(run, attempt, ranks) as escalation:
         started = start_worker(folder, ranks, attempt, config=config)
-        signals.forward_to(started.ask_to_stop)
         return wait_for(started, run, since=begin, escalation=escalation, world=ranks.world)
 
 
-def _escalation(run: RunFolder, *, attempt: int | None, ranks: Ranks) -> Escalation:
+@contextlib.contextmanager
+def _stop_requests(run: RunFolder, attempt: int | None, ranks: Ranks) -> Iterator[Escalation]:
+    """Inside the block, stop signals to this process are requests for its ranks, and do not end it."""
     # Rank 0 has the terminal.
-    console = Console(quiet=ranks.rank > 0)
-    return Escalation(run, attempt=attempt, world=ranks.world, say=console.note)
-
-
-def _start_many(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> list[Failure]:
-    begin, run = time.time(), RunFolder(folder)
-    escalation = _escalation(run, attempt=attempt, ranks=places[0])
-    with _forwarded_signals(escalation) as signals:
-        with adopting() as can_fork:
-            if can_fork:
-                started = _forked(run, places, attempt, signals, escalation)
-            else:
-                started = _one_by_one(folder, places, attempt, logs)
-        if isinstance(started, Failure):
-            return [started]
-        signals.forward_to(started.ask_to_stop)
-        return wait_for(started, run, since=begin, escalation=escalation)
+    say = Console(quiet=ranks.rank > 0).note
+    escalation = Escalation(run, attempt=attempt, world=ranks.world, say=say)
+    with handled_signals(caught_signals(), escalation.signalled):
+        yield escalation
 
 
 def wait_for(
@@ -379,17 +369,21 @@ def wait_for(
     """Wait until the ranks of this host have ended, or end all after the failure of one. Returns those that failed.
 
     Args:
+        since: seconds since the epoch; older notes of hangs are from earlier attempts.
         world: number of ranks of the run; None: all of them were started here.
     """
-    watch = escalation or Escalation(run, attempt=None, world=len(started.pids), say=Console().note)
-    failed, left = started.wait_for_failure(
-        lambda: bool(hangs_of_others(run, None, since=since)), lambda: watch.is_due(started.running())
-    )
-    hangs = bool(hangs_of_others(run, None, since=since))
-    if watch.is_over:
+
+    def hang() -> bool:
+        return bool(hangs_of_others(run, None, since=since))
+
+    escalation = escalation or Escalation(run, attempt=None, world=len(started.pids), say=Console().note)
+    started.watch(escalation, lambda: 0.0 if hang() else None, seconds=_HANG_LOOK_SECONDS)
+    ended, hangs = started.codes, hang()
+    failed = {rank for rank, code in ended.items() if code}
+    if escalation.is_over:
         started.end(signal.SIGKILL, seconds=GRACE_SECONDS)
     elif failed or hangs:
-        others = {rank: pid for rank, pid in started.pids.items() if rank not in failed | left}
+        others = {rank: pid for rank, pid in started.pids.items() if rank not in ended}
         are_silent = await_notes(run, others, since=since, world=world)
         if hangs and not are_silent and world not in (None, len(started.pids)):
             # The exit code tells the launcher of other hosts' ranks that this rank hangs.
@@ -400,22 +394,17 @@ def wait_for(
     # Ranks that ended because of the first failure do not count.
     counted = failed or {rank for rank, code in codes.items() if code}
     if failed or hangs:
-        counted |= left
+        # One that has left the others without a word does.
+        counted |= ended.keys() - failed
     return [Failure(rank=rank, exit_code=code) for rank, code in codes.items() if rank in counted]
 
 
-def _forked(
-    run: RunFolder, places: list[Ranks], attempt: int, signals: _Signals, escalation: Escalation
-) -> RankProcesses | Failure:
+def _forked(run: RunFolder, first: Ranks, attempt: int, escalation: Escalation) -> RankProcesses | Failure:
     """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`)."""
     reading, writing = os.pipe()
     forking = subprocess.Popen(
         worker_command(run.path),
-        env={
-            **os.environ,
-            **worker_environment(places[0], attempt),
-            PIDS_FILE: str(writing),
-        },
+        env={**os.environ, **worker_environment(first, attempt), PIDS_FILE: str(writing)},
         pass_fds=(writing,),
         start_new_session=True,
     )
@@ -423,13 +412,12 @@ def _forked(
     text = b""
     with os.fdopen(reading, "rb", buffering=0) as file:
         while True:
-            # A signal ends the wait early.
             if select.select([file], [], [], _LOOK_SECONDS)[0]:
                 part = file.read(_PIPE_BYTES)
                 if not part:
                     break
                 text += part
-            if signals.waiting:
+            if escalation.unsent:
                 # The forking process ends now if it has not begun to fork; otherwise its ranks get the signal.
                 _ask_to_stop(forking.pid, signal.SIGTERM)
             if escalation.is_due({0: forking.pid}) or escalation.hangs:
@@ -440,18 +428,10 @@ def _forked(
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = forking.wait(KILL_SECONDS)
     if code or not text:
-        if code == -signal.SIGTERM and signals.waiting:
-            run.write_failure(stopped_before_start(signals.waiting[0], attempt=attempt))
+        if code == -signal.SIGTERM and escalation.unsent:
+            run.write_failure(stopped_before_start(escalation.unsent[0], attempt=attempt))
         return Failure(rank=0, exit_code=code)
     return RankProcesses({int(rank): pid for rank, pid in json.loads(text).items()})
-
-
-def _one_by_one(folder: Path, places: list[Ranks], attempt: int, logs: Path) -> RankProcesses:
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-    for place in places:
-        log = {LOG: str(logs / f"rank-{place.rank}.log")} if place.rank else {}
-        processes |= start_worker(folder, place, attempt, variables=log).started
-    return RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
 
 
 def start_worker(
@@ -488,7 +468,6 @@ def start_worker(
 
 
 def worker_command(folder: Path) -> list[str]:
-    """The command that starts one rank."""
     return [*module_command("titanlab.launch.rank"), str(folder)]
 
 
@@ -498,42 +477,20 @@ def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, st
     return ranks.environment() | own
 
 
-class _Signals:
-    """Forwards stop signals to the ranks; keeps signals that arrive before the ranks exist.
-
-    Attributes:
-        waiting: signals that were not forwarded yet.
-    """
-
-    def __init__(self, escalation: Escalation) -> None:
-        self._escalation = escalation
-        self.waiting: list[int] = []
-        self._send: Callable[[int], None] | None = None
-        self._numbers = caught_signals()
-        self.catch()
-
-    def catch(self) -> None:
-        for number in (*STOP_SIGNALS, signal.SIGHUP):
-            # torch's agent handles SIGHUP even under `nohup`.
-            signal.signal(number, self._handler if number in self._numbers else signal.SIG_IGN)
-
-    def forward_to(self, send: Callable[[int], None]) -> None:
-        """Set the receiver, and send it the waiting signals."""
-        self._send = send
-        self.catch()
-        while self.waiting:
-            send(self.waiting.pop(0))
-
-    def _handler(self, number: int, frame: FrameType | None) -> None:
-        self._escalation.signalled(number)
-        if self._send is None:
-            self.waiting.append(number)
-        else:
-            self._send(number)
+DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-@contextlib.contextmanager
-def _forwarded_signals(escalation: Escalation) -> Iterator[_Signals]:
-    """Forward stop signals instead of dying of them; afterwards restore all handlers."""
-    with handled_signals((*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)):
-        yield _Signals(escalation)
+def visible_devices(environ: Mapping[str, str]) -> list[str]:
+    """The accelerators that this process may use, as in CUDA_VISIBLE_DEVICES."""
+    host = this_host()
+    if host.accelerator != "cuda":
+        return []
+    visible = [part.strip() for part in environ.get(DEVICES, "").split(",") if part.strip()]
+    return visible[: host.count] if visible else [str(number) for number in range(host.count)]
+
+
+def hide_device(rank: int) -> None:
+    """Hide the device of a rank that was left out from the processes that this process starts from now on."""
+    visible = visible_devices(os.environ)
+    del visible[rank : rank + 1]
+    os.environ[DEVICES] = ",".join(visible)

@@ -56,7 +56,9 @@ class JobShape:
 
 
 def shape_of(recipe: Recipe) -> JobShape:
-    """The shape of a resolved recipe's job.
+    """The shape of a resolved recipe's job: the smallest number of equally filled nodes.
+
+    If possible, the ranks of a tensor-parallel group stay on one node.
 
     Raises:
         ConfigError: the cluster does not describe its nodes, or is too small.
@@ -66,15 +68,26 @@ def shape_of(recipe: Recipe) -> JobShape:
     if launch.runs_here:
         return JobShape(processes=world, tasks_per_node=world, gpus_per_node=world if on_gpus else 0)
     check_cluster(cluster, launch)
-    assert cluster.per_node is not None
-    nodes = _nodes(world, cluster.per_node, cluster.nodes, together=recipe.layout.tensor)
-    tasks = world // nodes
+    per_node = cluster.per_node
+    assert per_node is not None
+    least = math.ceil(world / per_node)
+    if cluster.nodes is not None and least > cluster.nodes:
+        rule = f"is more than the cluster's {cluster.nodes} nodes of {per_node}"
+        raise ConfigError("world", world, rule, f"try world={cluster.nodes * per_node}, or another cluster")
+    most = world if cluster.nodes is None else min(cluster.nodes, world)
+    even = [count for count in range(least, most + 1) if world % count == 0]
+    if not even:
+        sizes = {count * tasks for count in range(1, most + 1) for tasks in range(1, per_node + 1)}
+        fits = max(size for size in sizes if size < world)
+        rule = f"does not fill nodes of {per_node} evenly, of which the cluster has {cluster.nodes}"
+        raise ConfigError("world", world, rule, f"try world={fits}")
+    nodes = next((count for count in even if world // count % recipe.layout.tensor == 0), even[0])
     return JobShape(
         processes=world,
         nodes=nodes,
-        tasks_per_node=tasks,
+        tasks_per_node=world // nodes,
         cpus_per_task=launch.cpus_per_task,
-        gpus_per_node=tasks if on_gpus else 0,
+        gpus_per_node=world // nodes if on_gpus else 0,
         memory_gib=launch.memory_gib,
         minutes=launch.minutes,
     )
@@ -102,25 +115,6 @@ def check_cluster(cluster: Cluster, launch: LaunchSettings) -> None:
     if cluster.per_node is None:
         rule = f"launch={launch.kind} derives the nodes of a job from it"
         raise ConfigError("cluster.per_node", None, rule, cure)
-
-
-def _nodes(world: int, per_node: int, nodes: int | None, *, together: int) -> int:
-    """The smallest number of equally filled nodes; if possible, groups of `together` ranks stay on one node."""
-    least = math.ceil(world / per_node)
-    if nodes is not None and least > nodes:
-        rule = f"is more than the cluster's {nodes} nodes of {per_node}"
-        raise ConfigError("world", world, rule, f"try world={nodes * per_node}, or another cluster")
-    most = world if nodes is None else min(nodes, world)
-    even = [count for count in range(least, most + 1) if world % count == 0]
-    if not even:
-        fits = max(size for size in range(1, world) if _fills(size, per_node, most))
-        rule = f"does not fill nodes of {per_node} evenly, of which the cluster has {nodes}"
-        raise ConfigError("world", world, rule, f"try world={fits}")
-    return next((count for count in even if world // count % together == 0), even[0])
-
-
-def _fills(world: int, per_node: int, nodes: int) -> bool:
-    return any(world % count == 0 and world // count <= per_node for count in range(1, nodes + 1))
 
 
 SCHEMA = 1

@@ -3,6 +3,8 @@
 A job of one host has one task, which runs all ranks as `titanlab train` does. Otherwise each rank has a task, which
 starts the rank's worker as a child process and watches it. Rank 0 also claims the run, begins the attempt, publishes
 its address, and makes sure that there is a result. Without INDEX, the index of the job in its array is used.
+
+A job puts itself back into the queue if the run did not cause its end; after a lost node it accepts fewer nodes.
 """
 
 from __future__ import annotations
@@ -12,33 +14,30 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titanlab.checkpoint import checkpoints_of, latest
 from titanlab.distributed import LOG, STOP_SIGNALS, held_signals
-from titanlab.errors import TitanlabError
-from titanlab.launch.attempt import close_earlier, make_attempts, with_progress
+from titanlab.errors import ConfigError, TitanlabError
+from titanlab.launch.attempt import close_earlier, make_attempts, reduced, with_progress
 from titanlab.launch.contract import launch_of
 from titanlab.launch.execute import RanksHere
-from titanlab.launch.group import (
+from titanlab.launch.job import (
+    Job,
     RankGroup,
     Rendezvous,
     answer_call,
-    await_end,
     await_meeting,
     publish_meeting,
-    requeue,
-    requeue_after,
-    requeue_without_rank_0,
-    survives,
+    submitted,
     watched,
 )
-from titanlab.launch.job import Job, claim_run, say, submitted
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result
-from titanlab.recipe import from_mapping
-from titanlab.records import Outcome, OutcomeKind, open_run
+from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result, say
+from titanlab.recipe import Recipe, from_mapping
+from titanlab.records import Outcome, OutcomeKind, RunFolder, open_run
 from titanlab.system import Console, disk_fault
 
 CLAIM_SECONDS = 3.0
@@ -115,22 +114,19 @@ def _lead(job: Job) -> int:
         except TitanlabError as error:
             say(f"error: {error}")
             return _nothing_to_do(job, str(error), code=error.exit_code)
+        group: RankGroup | RanksHere
+        if job.has_a_task_for_each_rank:
+            group = RankGroup(job, say)
+        else:
+            # Rank 0 has no terminal.
+            os.environ[LOG] = str(job.run.logs / "rank-0.log")
+            console = stack.enter_context(Console())
+            group = RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
         before = latest(checkpoints_of(job.run))
-        group = _group(job, stack)
         outcome = make_attempts(job.run, group)
         has_saved = latest(checkpoints_of(job.run)) != before
         requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=group.has_lost_nodes)
     return _exit_code(outcome)
-
-
-def _group(job: Job, stack: contextlib.ExitStack) -> RankGroup | RanksHere:
-    """The ranks of a claimed run."""
-    if job.has_a_task_for_each_rank:
-        return RankGroup(job, say)
-    # Rank 0 has no terminal.
-    os.environ[LOG] = str(job.run.logs / "rank-0.log")
-    console = stack.enter_context(Console())
-    return RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
 
 
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
@@ -183,6 +179,140 @@ def _follow(job: Job) -> int:
 def _exit_code(outcome: Outcome) -> int:
     wrong = OutcomeKind.INFEASIBLE.exit_code
     return wrong if outcome.exit_code == wrong else outcome.kind.exit_code
+
+
+_LOOK_SECONDS = 1.0
+
+
+def claim_run(
+    run: RunFolder, stack: contextlib.ExitStack, *, seconds: float, is_ending: Callable[[], bool]
+) -> str | None:
+    """Claim the run until the stack closes.
+
+    Args:
+        is_ending: whether this process must end, so that it stops waiting.
+
+    Returns:
+        None if this process has the claim; otherwise, after the wait, a message that names the other process.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            patience = max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))
+            stack.enter_context(run.claim(patience_seconds=patience))
+        except ConfigError as error:
+            if is_ending() or time.monotonic() >= end:
+                return error.rule
+        else:
+            return None
+
+
+_END_POLL_SECONDS = 2.0
+# A rank that was left out ends after this time without a sign of rank 0.
+_LEFT_OUT_SECONDS = 60.0
+
+
+def await_end(run: RunFolder, attempt: int) -> Outcome | None:
+    """The result of an attempt in which this process has no rank; None if rank 0 died without writing one."""
+    alone_since = time.monotonic()
+    while (result := run.result(attempt)) is None:
+        if run.is_claimed():
+            alone_since = time.monotonic()
+        elif time.monotonic() - alone_since > _LEFT_OUT_SECONDS:
+            return None
+        time.sleep(_END_POLL_SECONDS)
+    return result
+
+
+# After rank 0 has gone silent, ranks on other nodes wait for the scheduler to notice that its node is lost. Slurm needs
+# SlurmdTimeout, which is 300 s by default, and up to a third of it more.
+LOST_SECONDS = 900.0
+# Seconds between the attempts of two nodes to requeue; the scheduler refuses a second requeue of the same start.
+_NEXT_SECONDS = 15.0
+# Seconds between two questions to the scheduler, which many users share.
+_ASK_SECONDS = 5.0
+
+
+def requeue_after(job: Job, outcome: Outcome, *, has_saved: bool, has_lost_nodes: bool = False) -> None:
+    """Put a job that was preempted, reached its time limit or lost nodes back into the queue, to resume later."""
+    if not job.launcher.can_requeue:
+        return
+    if has_lost_nodes and outcome.kind is OutcomeKind.NODE_FAIL and not job.signals:
+        requeue(job, least_nodes=fewest_nodes(job))
+    elif outcome.kind not in (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME):
+        return
+    elif outcome.kind is OutcomeKind.WALLTIME and not has_saved:
+        say("not put back into the queue: this attempt has saved nothing, and the next one would not either")
+    else:
+        requeue(job)
+
+
+def requeue(job: Job, *, least_nodes: int | None = None) -> None:
+    """Put a job back into the queue, if its config allows it.
+
+    Args:
+        least_nodes: the smallest number of nodes on which it may start again; None: the number that it has now.
+    """
+    launch, place = job.launch, job.place
+    if not launch.get("requeue", False):
+        say("not put back into the queue: launch.requeue=false")
+        return
+    if place.restart >= launch.get("max_requeues", 0):
+        say(f"not put back into the queue: it has been {place.restart} times (launch.max_requeues)")
+        return
+    most = len(place.nodes)
+    if least_nodes is None or least_nodes >= most:
+        refused, target = job.launcher.requeue(place), "the queue"
+    else:
+        refused = job.launcher.requeue_on_fewer(place, least=least_nodes, most=most)
+        target = f"the queue for {least_nodes} to {most} nodes"
+    say(f"not put back into {target}: {refused}" if refused else f"put back into {target}")
+
+
+def fewest_nodes(job: Job) -> int | None:
+    """The smallest number of its nodes on which a job's run can go on under `launch.min_world`; None: only on all."""
+    recipe: Recipe = from_mapping(job.config())
+    least, ranks = recipe.launch.min_world, job.place.ranks_per_node
+    if least is None:
+        return None
+    counts = range(1, len(job.place.nodes))
+    return next((count for count in counts if reduced(recipe, count * ranks, least) is not None), None)
+
+
+def survives(job: Job, recipe: Recipe) -> bool:
+    """Whether a job goes on without a node that fails: its scheduler does not end it then."""
+    return recipe.launch.min_world is not None and len(job.place.nodes) > 1 and job.launcher.can_requeue
+
+
+def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
+    """After rank 0 has gone: if its node is lost, put the job back into the queue from a rank on another node.
+
+    A job that survives the loss of a node also survives the loss of the first node, where its batch script ran; then
+    nothing else ends the job before its time limit.
+
+    Args:
+        attempt: rank 0 has not written its result; if the result appears, rank 0 is alive.
+    """
+    if not survives(job, recipe):
+        return False
+    place, end = job.place, time.monotonic() + LOST_SECONDS
+    # One rank of each node asks: few questions for the scheduler, and another dead process does no harm.
+    asks, lost = place.ranks.rank % place.ranks_per_node == 0, frozenset[str]()
+    while place.nodes[0] not in lost:
+        if job.run.result(attempt) is not None or time.monotonic() > end:
+            return False
+        if job.signals:
+            return not asks
+        time.sleep(_ASK_SECONDS)
+        lost = job.launcher.lost_nodes(place) if asks else lost
+    say(f"{place.launcher} has taken {place.nodes[0]} from the job, on which rank 0 was")
+    # Lose no time between requeue and setting the range of nodes: after the requeue the scheduler ends this process.
+    least_nodes = fewest_nodes(job)
+    left = [node for node in place.nodes if node not in lost]
+    node = place.node_of(place.ranks.rank)
+    time.sleep(_NEXT_SECONDS * left.index(node) if node in left else 0.0)
+    requeue(job, least_nodes=least_nodes)
+    return True
 
 
 if __name__ == "__main__":

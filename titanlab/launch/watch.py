@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlab.distributed import (
     ANSWER_SECONDS,
@@ -32,10 +34,19 @@ from titanlab.distributed import (
 from titanlab.launch.attempt import note_of_exit
 from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.evidence import memory_kills
-from titanlab.launch.job import Job, say
 from titanlab.launch.processes import Escalation, RankProcesses
-from titanlab.records import Outcome, OutcomeKind, RunFolder, StopReason
+from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, StopReason
 from titanlab.system import STOPPED, process_state
+
+if TYPE_CHECKING:
+    from titanlab.launch.job import Job
+
+
+def say(text: str) -> None:
+    """Print a line to the log of this task."""
+    with contextlib.suppress(OSError):
+        sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {text}\n")
+        sys.stdout.flush()
 
 
 def ignore_stop_signals() -> None:
@@ -113,14 +124,13 @@ def meaning(
     Args:
         cancelled_by: who has asked titanlab itself to cancel the run.
     """
-    name = signal.Signals(number).name
     if cancelled_by is not None:
         return StopReason(kind=OutcomeKind.CANCELLED, cause=f"{cancelled_by}; the run can be resumed")
     if number == signal.SIGINT:
         return StopReason(kind=OutcomeKind.CANCELLED, cause="interrupted by SIGINT; the run can be resumed")
     if number == signal.SIGXCPU:
         return StopReason(kind=OutcomeKind.WALLTIME, cause="its limit of CPU time is used up (SIGXCPU)")
-    return launcher.stop_reason(name, place, signal_seconds=signal_seconds)
+    return launcher.stop_reason(signal.Signals(number).name, place, signal_seconds=signal_seconds)
 
 
 # When another rank has failed, a worker has this time to record its own state; after a hang it first writes its stacks.
@@ -132,8 +142,6 @@ TEARDOWN_SECONDS = 30.0
 SETTLE_SECONDS = 10.0
 RESULT_SECONDS = 120.0
 VISIBLE_SECONDS = 2.0
-# Between two looks at the worker itself.
-_POLL_SECONDS = 0.2
 
 
 class RankWatch:
@@ -141,43 +149,59 @@ class RankWatch:
 
     def __init__(self, run: RunFolder, attempt: int, started: RankProcesses, ranks: Ranks, stop: StopCheck) -> None:
         self._run, self._attempt, self._started, self._stop = run, attempt, started, stop
-        self._rank, self._world = ranks.rank, ranks.world
-        self._folder = run.attempt_folder(attempt)
-        self._reason: StopReason | None = None
-        self._look_seconds = look_seconds(ranks.world, is_first=ranks.local_rank == 0)
-        self._kills = memory_kills()
+        self._ranks, self._folder = ranks, run.attempt_folder(attempt)
         self._escalation = Escalation(run, attempt=attempt, world=ranks.world, say=say)
-        self._ended_here = self._others_hang = False
-        self._begin = time.time()
+        self._reason: StopReason | None = None
+        self._is_ending = False
 
     def to_end(self) -> int:
         """Wait until the worker ends, and make sure that its reason is recorded. Returns its exit code."""
-        end: float | None = None
-        look_at = 0.0
-        while running := self._started.running():
-            if time.monotonic() + _POLL_SECONDS / 2 >= look_at:
-                self._stop.look(self._folder)
-                names = self._names()
-                if STOP_FILE in names:
-                    self._pass_on()
-                if end is None:
-                    end = self._time_to_end(names)
-                look_at = time.monotonic() + self._look_seconds
-            is_due = self._escalation.is_due(running)
-            is_stopped = self._others_hang and process_state(running[self._rank]) in STOPPED
-            if is_due or is_stopped or (end is not None and time.monotonic() > end):
-                self._ended_here = True
-                if self._run.result(self._attempt) is None:
-                    # Other ranks hang: note what is known of a worker that does not answer.
-                    note_silence(self._run, self._rank, running[self._rank], since=self._begin)
-                self._started.end(signal.SIGKILL, seconds=0.0)
-                break
-            time.sleep(_POLL_SECONDS)
-        code = self._started.codes.get(self._rank, -signal.SIGKILL)
+        run, rank, kills, begin = self._run, self._ranks.rank, memory_kills(), time.time()
+        seconds = look_seconds(self._ranks.world, is_first=self._ranks.local_rank == 0)
+        self._started.watch(self._escalation, self._look, seconds=seconds)
+        if running := self._started.running():
+            if run.result(self._attempt) is None:
+                # Other ranks hang: note what is known of a worker that does not answer.
+                note_silence(run, rank, running[rank], since=begin)
+            self._started.end(signal.SIGKILL, seconds=0.0)
+        code = self._started.codes.get(rank, -signal.SIGKILL)
         self._stop.look(self._folder)
         self._pass_on()
-        self._note(code)
+        # One that was ended here has its reason, unless the scheduler's was meant for all ranks.
+        if self._reason or not running:
+            self._note(code, kills.evidence())
         return code
+
+    def _look(self) -> float | None:
+        """Look for a reason to stop, and for the end of other ranks. Returns the time that the worker still has."""
+        self._stop.look(self._folder)
+        names: set[str] = set()
+        with contextlib.suppress(OSError):
+            # One call of the file system instead of one for each file.
+            names = set(os.listdir(self._folder))
+        if STOP_FILE in names:
+            self._pass_on()
+        limit = None if self._is_ending else self._seconds_left(names)
+        self._is_ending |= limit is not None
+        return limit
+
+    def _seconds_left(self, names: set[str]) -> float | None:
+        """How long the worker may still run, by the names in the attempt's folder; None: any time."""
+        run, attempt, rank = self._run, self._attempt, self._ranks.rank
+        if "result.json" in names and run.result(attempt) is not None:
+            return TEARDOWN_SECONDS
+        if self._stop.job.is_hurried:
+            return 0.0
+        if self._reason is not None:
+            status = run.known_status()
+            if status is not None and status.attempt == attempt and status.state == "starting":
+                # There is nothing to save.
+                return 0.0
+        notes = [note for note in run.failures(attempt) if note.rank != rank] if "failures" in names else []
+        if any(note.kind is OutcomeKind.HANG for note in notes):
+            # A worker that is stopped will not say where it stands.
+            return 0.0 if process_state(self._started.pids[rank]) in STOPPED else HANG_GRACE_SECONDS
+        return GRACE_SECONDS if notes else None
 
     def _pass_on(self) -> None:
         if self._reason is None and (reason := read_stop(self._folder)) is not None:
@@ -185,49 +209,18 @@ class RankWatch:
             self._escalation.asked(reason.kind, reason.cause)
             self._started.ask_to_stop(signal.SIGHUP)
 
-    def _names(self) -> set[str]:
-        """The names in the attempt's folder: one call of the file system instead of one for each file."""
-        with contextlib.suppress(OSError):
-            return set(os.listdir(self._folder))
-        return set()
-
-    def _time_to_end(self, names: set[str]) -> float | None:
-        """The time until which the worker may end by itself, by the names in the attempt's folder; None: any."""
-        if "result.json" in names and self._run.result(self._attempt) is not None:
-            return time.monotonic() + TEARDOWN_SECONDS
-        if self._stop.job.is_hurried or self._nothing_to_save():
-            return time.monotonic()
-        noted = self._run.failures(self._attempt) if "failures" in names else []
-        notes = [note for note in noted if note.rank != self._rank]
-        if not notes:
-            return None
-        if any(note.kind is OutcomeKind.HANG for note in notes):
-            self._others_hang = True
-            self._started.show_stacks()
-            return time.monotonic() + HANG_GRACE_SECONDS
-        return time.monotonic() + GRACE_SECONDS
-
-    def _nothing_to_save(self) -> bool:
-        """Whether the job must stop and this attempt has not taken a step, so that there is nothing to save."""
-        if self._reason is None:
-            return False
-        status = self._run.known_status()
-        return status is not None and status.attempt == self._attempt and status.state == "starting"
-
-    def _note(self, code: int) -> None:
+    def _note(self, code: int, memory: KillEvidence | None) -> None:
         """Record why the worker ended, if it has not recorded that itself."""
-        if self._ended_here and not self._reason:
+        run, attempt, rank = self._run, self._attempt, self._ranks.rank
+        if code == 0 and await_result(run, attempt, self._ranks.world, seconds=VISIBLE_SECONDS) is not None:
             return
-        if code == 0 and await_result(self._run, self._attempt, self._world, seconds=VISIBLE_SECONDS) is not None:
+        if any(note.rank == rank for note in run.failures(attempt)) or run.result(attempt) is not None:
             return
-        is_recorded = any(note.rank == self._rank for note in self._run.failures(self._attempt))
-        if is_recorded or self._run.result(self._attempt) is not None:
-            return
-        note = note_of_exit(self._run, self._attempt, self._rank, code, self._kills.evidence())
+        note = note_of_exit(run, attempt, rank, code, memory)
         if self._reason is not None and code < 0:
             cause = f"{self._reason.cause}; it ended before it could save"
             note = replace(note, kind=self._reason.kind, cause=cause, traceback=None, echo=False)
-        self._run.write_failure(note)
+        run.write_failure(note)
 
 
 def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = RESULT_SECONDS) -> Outcome | None:

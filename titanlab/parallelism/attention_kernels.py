@@ -23,8 +23,13 @@ from torch.backends.cuda import (
 )
 
 from titanlab.costs import FLASH3, order
-from titanlab.techniques.model.attention import by_token, choose_flash
-from titanlab.techniques.model.documents import document_tiling, tiled_attention, tiled_attention_backward
+from titanlab.techniques.model.attention import (
+    by_token,
+    choose_flash,
+    document_tiling,
+    tiled_attention,
+    tiled_attention_backward,
+)
 
 aten = torch.ops.aten
 

@@ -31,8 +31,7 @@ from titanlab.costs import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
 from titanlab.parallelism.attention_kernels import choose
 from titanlab.parallelism.collectives import all_gather_single, group_named
-from titanlab.techniques.model.attention import InnerAttention
-from titanlab.techniques.model.documents import HostStarts, result_like
+from titanlab.techniques.model.attention import HostStarts, InnerAttention, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
 
 # Largest number of tokens for trying attention of another class: longer than the usual windows of 4,096.

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from titanlab.parallelism.loss import IGNORE, Loss
 from titanlab.parallelism.pipeline_stage import ScheduledStage
 from titanlab.records import Messages
-from titanlab.techniques.model.documents import Packed
+from titanlab.techniques.model.attention import Packed
 from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.techniques.schedule.action import Action, Kind
 

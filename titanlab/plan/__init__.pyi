@@ -7,7 +7,7 @@ from .calibration import doubts as doubts
 from .calibration import measured_cluster as measured_cluster
 from .calibration import rate_lines as rate_lines
 from .explanation import MEMORY_ERROR as MEMORY_ERROR
-from .explanation import Explanation as Explanation
+from .explanation import Estimate as Estimate
 from .explanation import estimate_of as estimate_of
 from .explanation import estimate_or_reason as estimate_or_reason
 from .explanation import explain as explain
@@ -25,3 +25,4 @@ from .search import Plan as Plan
 from .search import for_planning as for_planning
 from .search import no_collection as no_collection
 from .search import plan as plan
+from .stages import share_of as share_of

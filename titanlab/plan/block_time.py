@@ -17,6 +17,7 @@ from titanlab.costs import (
     Coordinate,
     Layout,
     Operation,
+    Share,
     TensorPlan,
     Traffic,
     TrafficRow,
@@ -27,9 +28,10 @@ from titanlab.costs import (
     sum_whole_gradients,
 )
 from titanlab.plan.machine import AxisPlacement, Machine, axis_of
-from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, treatments
+from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, share_of, treatments
 from titanlab.recipe import Recipe, repeats_in_block, step_of
 from titanlab.techniques.ac.contract import ACConfig
+from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.precision.contract import ProductFormat
 
 # Side of a tile of the output that a product's kernels compute at once; a partial tile takes as long as a full one.
@@ -75,20 +77,16 @@ class RankWork:
     """One rank's share of the operations, and how the operations run.
 
     Attributes:
-        expert: degree; above 1 each rank of the tensor axis routes its own tokens.
-        dtype, width: of products in the compute dtype: torch's name, and bytes of an element.
+        share: with a degree of experts above 1 each rank of the tensor axis routes its own tokens.
+        dtype: of products in the compute precision: torch's name.
         fused: whether neighbouring operations that memory bandwidth limits are one kernel.
         plan: style of each module, as in the model's account; all blocks use the names of the first block.
         prefix: of the operations' names in that plan.
         products: by path, products in another format.
     """
 
-    tensor: int
-    context: int
-    sequence_parallel: bool
-    expert: int
+    share: Share
     dtype: str
-    width: int
     fused: bool
     plan: TensorPlan
     prefix: str
@@ -112,6 +110,7 @@ def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
 
 def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork]:
     """The kernels of operations that follow each other."""
+    share, width = part.share, part.share.element_bytes
     work, follows, cast = [], False, set[str]()
     for operation in operations:
         elements = math.prod(operation.output)
@@ -122,27 +121,27 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
             kernels = _product(operation, part, casts_input=source not in cast)
             cast.add(source)
         elif operation.kind == "attention":
-            flops = operation.flops / 2 / (part.tensor * part.context)  # causal: half of the square
-            moved = 4 * elements * part.width / (part.tensor * part.context)
+            flops = operation.flops / 2 / (share.tensor * share.context)  # causal: half of the square
+            moved = 4 * elements * width / (share.tensor * share.context)
             backward = KernelGroup(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
             kernels = [KernelGroup(flops, "attention", moved, 1, True)], [backward], []
         elif operation.kind == "exchange":
             kernels = [], [], []
-            if part.expert > 1:
+            if share.expert > 1:
                 # Rows that travel are also sorted, in the backward pass too.
-                moved = operation.passes * elements * part.width / (part.context * part.tensor)
+                moved = operation.passes * elements * width / (share.context * share.tensor)
                 sorting = [KernelGroup(0.0, "", moved, 1, part.fused)]
                 kernels = sorting, sorting, []
         else:
             results = [tensor for operator in operation.operators for tensor in operator.results]
             cut = results[0].cut if results else "stream"
-            moves = part.expert > 1 and bool(results and results[0].with_experts)
-            is_cut = moves or cut == "part" or (cut == "stream" and part.sequence_parallel)
-            ranks = part.context * (part.tensor if is_cut else 1)
+            moves = share.expert > 1 and bool(results and results[0].with_experts)
+            is_cut = moves or cut == "part" or (cut == "stream" and share.sequence_parallel)
+            ranks = share.context * (share.tensor if is_cut else 1)
             # A fused operation writes its result, and the first of a group also reads its input.
             passes = min(operation.passes, 1.0 if follows else 2.0) if part.fused else operation.passes
             launches = 0.5 if part.fused else max(1.0, operation.passes / 2.5)
-            kernel = KernelGroup(0.0, "", passes * elements * part.width / ranks, launches, part.fused)
+            kernel = KernelGroup(0.0, "", passes * elements * width / ranks, launches, part.fused)
             kernels = [kernel], [kernel._replace(moved=_POINTWISE_BACKWARD * kernel.moved)], []
         if operation.kind != "exchange":
             follows = operation.kind in ("norm", "pointwise")
@@ -152,37 +151,37 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
 
 def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Passes:
     """Kernels of a linear layer: forward, gradient of the input, gradient of the weight."""
+    share, width = part.share, part.share.element_bytes
     path = f"{part.prefix}{operation.layer or operation.name}"
-    rows = math.prod(operation.output[:-1]) / part.context
+    rows = math.prod(operation.output[:-1]) / share.context
     columns = operation.output[-1]
     inner = operation.flops / (2 * math.prod(operation.output))
     style = STYLES.get(part.plan.style_of(path))
     dim = (
-        style.cut_dim - style.is_stack if style is not None and style.cut_dim is not None and part.tensor > 1 else None
+        style.cut_dim - style.is_stack if style is not None and style.cut_dim is not None and share.tensor > 1 else None
     )
     groups = operation.groups
-    if part.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
+    if share.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
         # Each rank has some of the experts; with a balanced load it gets as many rows as it sends.
-        rows, groups, dim = rows / part.tensor, max(1, groups // part.expert), None
+        rows, groups, dim = rows / share.tensor, max(1, groups // share.expert), None
     if dim == 0:
-        columns = -(-columns // part.tensor)
+        columns = -(-columns // share.tensor)
     elif dim == 1:
-        inner = inner / part.tensor
-    moved = (rows * inner + groups * inner * columns + rows * columns) * part.width
+        inner = inner / share.tensor
+    moved = (rows * inner + groups * inner * columns + rows * columns) * width
     product = part.products.get(path)
     formats = (
         (product.forward, product.input_gradient, product.weight_gradient) if product is not None else (part.dtype,) * 3
     )
-    flops = 2 * rows * inner * columns
-    kernels = [
-        [KernelGroup(flops * _waste(*shape), dtype, moved, 1, True)]
-        for dtype, shape in zip(
-            formats, ((rows / groups, columns), (rows / groups, inner), (inner, columns)), strict=True
-        )
-    ]
+    shapes = ((rows / groups, columns), (rows / groups, inner), (inner, columns))
+    kernels: list[list[KernelGroup]] = []
+    for dtype, (height, length) in zip(formats, shapes, strict=True):
+        # Tiles at the edges of the output are not full, but take as long.
+        waste = math.ceil(height / _TILE) * math.ceil(length / _TILE) * _TILE**2 / (height * length)
+        kernels.append([KernelGroup(2 * rows * inner * columns * waste, dtype, moved, 1, True)])
     if operation.layer:
         # The weights of several layers are concatenated: read 1 and write 1.
-        kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * part.width, 1, False))
+        kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * width, 1, False))
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
         values = (rows * inner * casts_input + inner * columns) * product.cast_bytes / 2
@@ -190,11 +189,6 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
         kernels[0].append(KernelGroup(0.0, "", values, launches, part.fused))
         kernels[1].append(KernelGroup(0.0, "", values + rows * columns * product.cast_bytes, 2 * launches, part.fused))
     return kernels[0], kernels[1], kernels[2]
-
-
-def _waste(rows: float, columns: float) -> float:
-    """Factor by which a product computes more, because tiles at the edges of its output are not full."""
-    return math.ceil(rows / _TILE) * math.ceil(columns / _TILE) * _TILE**2 / (rows * columns)
 
 
 def seconds_of(rows: Iterable[TrafficRow], axis: AxisPlacement, machine: Machine) -> float:
@@ -260,12 +254,15 @@ class ModelTime:
     """Seconds of every piece for one microbatch.
 
     Attributes:
+        model, seq_len: of the recipes with these times.
         kinds, kind_of: the blocks that differ in recomputation, and for each block its index in `kinds`.
         edges: by name, the pieces before and after the blocks; the last one includes the loss.
         once: communication of tensor parallelism in a step for each block.
         whole: sums over all pieces.
     """
 
+    model: ModelConfig
+    seq_len: int
     kinds: tuple[PieceTime, ...]
     kind_of: tuple[int, ...]
     edges: Mapping[str, PieceTime]
@@ -273,11 +270,15 @@ class ModelTime:
     whole: PieceTime
 
 
+def added_times(parts: Iterable[PieceTime]) -> PieceTime:
+    return PieceTime(*map(sum, zip(*parts, strict=True)))
+
+
 def total(times: ModelTime, kind_of: Sequence[int], edges: Iterable[str]) -> PieceTime:
     """Sums over some blocks, by their kinds, and other pieces."""
     parts = [PieceTime(*(kind_of.count(kind) * part for part in piece)) for kind, piece in enumerate(times.kinds)]
     parts += [times.edges[name] for name in edges if name in times.edges]
-    return PieceTime(*map(sum, zip(*parts, strict=True)))
+    return added_times(parts)
 
 
 class _OperationTime(NamedTuple):
@@ -295,20 +296,15 @@ class _Shaped:
 
     def __init__(self, recipe: Recipe, machine: Machine) -> None:
         self.recipe, self.machine, self.layout = recipe, machine, _inside(recipe.layout)
-        layout, config, model = self.layout, recipe.parallelism, recipe.model
-        self.facts, formats = model_facts(model), recipe.precision.formats()
+        layout, model, formats = self.layout, recipe.model, recipe.precision.formats()
+        self.facts = model_facts(model)
         # Drop degrees that do not matter here: recipes share cached times.
-        step = step_of(recipe, account=self.facts.sample)
-        self.step = replace(step, layout=layout, microbatches=1)
+        self.step = replace(step_of(recipe, account=self.facts.sample), layout=layout, microbatches=1)
         self.part = RankWork(
-            tensor=layout.tensor,
-            context=layout.context,
-            sequence_parallel=config.sequence_parallel and layout.tensor > 1,
-            expert=layout.expert,
+            share=share_of(recipe),
             dtype=formats.compute,
-            width=formats.compute_bytes,
             fused=recipe.compile.fuses_blocks,
-            plan=step.account.plan,
+            plan=self.step.account.plan,
             prefix=f"{self.facts.block}.",
             products=recipe.precision.products(self.facts.sample),
         )
@@ -316,25 +312,30 @@ class _Shaped:
         self.times = self._times(self.operations, self.part)
         attention = [time for time in self.times if time.kind == "attention"]
         self.ring = sum(time.forward for time in attention), sum(time.inputs for time in attention)
-        self.context = self._context(*self.ring)
-        self.exchange = 0.0
-        if layout.expert > 1:
-            rows = rows_of(add_exchange, self.step, (self.facts.block,), only_forward=True)
-            self.exchange = seconds_of(rows, axis_of(layout, "expert", machine.per_node), machine)
-        self.tensor_rows: list[TrafficRow] = []
-        self.once = 0.0
+        self.context, block = self._context(), (self.facts.block,)
+        self.exchange = self._seconds(add_exchange, "expert", self.step, block, only_forward=True)
+        # Tensor parallelism: seconds by kind of collective, and once in a step.
+        self.tensor: dict[str, float] = {}
         if layout.tensor > 1:
-            self.tensor_rows = rows_of(add_tensor, self.step, (self.facts.block,))
-            self.once = self.tensor_seconds(rows_of(sum_whole_gradients, self.step, Coordinate(), (self.facts.block,)))
+            rows, axis = rows_of(add_tensor, self.step, block), axis_of(layout, "tensor", machine.per_node)
+            self.tensor = {row.kind: seconds_of([row], axis, machine) for row in rows}
+        self.once = self._seconds(sum_whole_gradients, "tensor", self.step, Coordinate(), block)
         edges = edge_operations(model, recipe.microbatch, recipe.training.seq_len)
         last = self.facts.after[-1] if self.facts.after else edges[-1].name
-        self.edges = {edge.name: self.edge(edge, last=edge.name == last) for edge in edges}
+        self.edges = {edge.name: self._edge(edge, last=edge.name == last) for edge in edges}
 
     def _times(self, operations: Sequence[Operation], part: RankWork) -> list[_OperationTime]:
         return [
             _OperationTime(work.name, work.kind, *(kernel_seconds(kernels, self.machine) for kernels in work[2:]))
             for work in work_of(operations, part)
         ]
+
+    def _seconds(self, formula: Callable[..., None], axis: str, *inputs: Any, **options: Any) -> float:
+        """Seconds of the communication on one axis that a formula gives."""
+        if getattr(self.layout, axis) == 1:
+            return 0.0
+        placement = axis_of(self.layout, axis, self.machine.per_node)
+        return seconds_of(rows_of(formula, *inputs, **options), placement, self.machine)
 
     def block(self, number: int, ac: ACConfig) -> PieceTime:
         recomputed = frozenset(ac.recomputed(self.operations, number=number))
@@ -344,7 +345,7 @@ class _Shaped:
         context_forward, context_backward = self.context
         if any(time.kind == "attention" for time in again):
             context_backward += context_forward
-        tensor_forward, tensor_backward = self._tensor_of_block(number, ac)
+        tensor_forward, tensor_backward = self._tensor(number, ac)
         if self.recipe.parallelism.async_tensor and tensor_forward:
             # With AsyncTP, products and the neighbouring collectives run together.
             tensor_forward = exposed(forward - self.ring[0], tensor_forward, self.machine)
@@ -356,20 +357,19 @@ class _Shaped:
             forward, inputs, weights, repeated, tensor_forward, tensor_backward, context_forward, context_backward
         )
 
-    def edge(self, operation: Operation, *, last: bool) -> PieceTime:
+    def _edge(self, operation: Operation, *, last: bool) -> PieceTime:
         """A piece before or after the blocks; the last one computes the loss too."""
-        part = replace(self.part, prefix="", fused=False)
+        part, parallelism = replace(self.part, prefix="", fused=False), self.recipe.parallelism
         if operation.name in self.step.fp32_parts:
-            part = replace(part, dtype="float32", width=4)
+            part = replace(part, dtype="float32", share=replace(part.share, element_bytes=4))
         (time,) = self._times([operation], part)
         forward, inputs = time.forward, time.inputs
-        tensor = self.tensor_seconds(rows_of(add_tensor, self.step, (operation.name,))) / 2
+        tensor = self._seconds(add_tensor, "tensor", self.step, (operation.name,)) / 2
         if last:
-            logits = math.prod(operation.output) / self.layout.context
-            logits /= self.layout.tensor if self.recipe.parallelism.loss_parallel else 1
+            splits = self.layout.context * (self.layout.tensor if parallelism.loss_parallel else 1)
             fused = self.recipe.compile.fuses_loss
-            moved = logits * (_COMPILED_LOSS_BYTES if fused else _LOSS_BYTES)
-            launches = _COMPILED_LOSS_KERNELS if fused else _LOSS_KERNELS
+            bytes_, launches = (_COMPILED_LOSS_BYTES, _COMPILED_LOSS_KERNELS) if fused else (_LOSS_BYTES, _LOSS_KERNELS)
+            moved = math.prod(operation.output) / splits * bytes_
             loss = kernel_seconds([KernelGroup(0.0, "", moved / 2, launches / 2, fused)], self.machine)
             forward, inputs = forward + loss, inputs + loss
             if self.recipe.loss_chunk:
@@ -377,41 +377,31 @@ class _Shaped:
                 return PieceTime(forward + inputs + time.weights, 0.0, 0.0, 0.0, tensor, tensor)
         return PieceTime(forward, inputs, time.weights, 0.0, tensor, tensor)
 
-    def _tensor_of_block(self, number: int, ac: ACConfig) -> tuple[float, float]:
+    def _tensor(self, number: int, ac: ACConfig) -> tuple[float, float]:
         """Communication of tensor parallelism in the forward pass, and in the backward pass including recomputation."""
-        if self.layout.tensor == 1:
-            return 0.0, 0.0
-        by_kind = {row.kind: self.tensor_seconds([row]) for row in self.tensor_rows}
-        half = sum(by_kind.values()) / 2
-        styles = [style for path, style in self.step.account.tensor_plan.items() if is_in_block(path)]
-        last = int(self.layout.expert == 1)  # a block ends with a sum
-        gathers = sum(STYLES[style].gathers for style in styles)
-        sums = sum(STYLES[style].sums for style in styles)
-        if not gathers + sums:
+        half = sum(self.tensor.values()) / 2
+        styles = [STYLES[style] for path, style in self.step.account.tensor_plan.items() if is_in_block(path)]
+        gathers, sums = sum(style.gathers for style in styles), sum(style.sums for style in styles)
+        if not self.tensor or not gathers + sums:
             return half, half
-        # The last product is not computed again, so its sum is not either.
+        # The last product is not computed again, so its sum is not either; a block ends with a sum.
+        repeated_sums = max(0, sums - int(self.layout.expert == 1))
         repeats_gathers, repeats_sums = repeats_in_block(self.recipe, ac, number)
-        again = max(0, sums - last) * repeats_sums * by_kind.get("all_reduce", 0.0)
         if self.recipe.parallelism.sequence_parallel:
-            again = gathers * repeats_gathers * by_kind.get("all_gather", 0.0)
-            again += max(0, sums - last) * repeats_sums * by_kind.get(self.step.scatter, 0.0)
+            again = gathers * repeats_gathers * self.tensor.get("all_gather", 0.0)
+            again += repeated_sums * repeats_sums * self.tensor.get(self.step.scatter, 0.0)
+        else:
+            again = repeated_sums * repeats_sums * self.tensor.get("all_reduce", 0.0)
         return half, half + again / (gathers + sums)
 
-    def tensor_seconds(self, rows: Sequence[TrafficRow]) -> float:
-        return seconds_of(rows, axis_of(self.layout, "tensor", self.machine.per_node), self.machine) if rows else 0.0
-
-    def _context(self, attention: float, backward: float) -> tuple[float, float]:
+    def _context(self) -> tuple[float, float]:
         """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is never hidden."""
-        ranks = self.layout.context
-        if ranks == 1:
-            return 0.0, 0.0
-        axis = axis_of(self.layout, "context", self.machine.per_node)
-        rows = rows_of(add_context, self.step, Coordinate(), (self.facts.block,))
-        sent = seconds_of(rows, axis, self.machine)
+        sent = self._seconds(add_context, "context", self.step, Coordinate(), (self.facts.block,))
         if self.recipe.parallelism.context_method != "ring":
             return sent / 3, sent * 2 / 3
         # One of three transfers is in the forward pass; the backward sends keys, values and their gradients.
-        hidden = (ranks - 1) / ranks
+        ranks = self.layout.context
+        hidden, (attention, backward) = (ranks - 1) / ranks, self.ring
         return max(0.0, sent / 3 - attention * hidden), max(0.0, sent * 2 / 3 - backward * hidden)
 
 
@@ -444,5 +434,14 @@ def _shaped(seen: Seen, machine: Machine) -> _Shaped:
 def _model_time(shaped: _Shaped, ac: ACConfig) -> ModelTime:
     first, kind_of = treatments(ac, shaped.facts.account.layers)
     kinds = tuple(shaped.block(number, ac) for number in first)
-    times = ModelTime(kinds=kinds, kind_of=kind_of, edges=shaped.edges, once=shaped.once, whole=kinds[0])
+    model, seq_len = shaped.recipe.model, shaped.recipe.training.seq_len
+    times = ModelTime(
+        model=model,
+        seq_len=seq_len,
+        kinds=kinds,
+        kind_of=kind_of,
+        edges=shaped.edges,
+        once=shaped.once,
+        whole=kinds[0],
+    )
     return replace(times, whole=total(times, kind_of, shaped.edges))

@@ -75,9 +75,15 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     # The fastest product, and the median of products as large as a model's.
     best, typical = max(products), statistics.median(products[_SMALL_SQUARES:] or products)
     memory = max(figures[names.COPY], figures[names.POINTWISE])
-    if cluster.peak_tflops is None and (is_cpu or _is_unknown(recipe)):
-        cluster = dataclasses.replace(cluster, peak_tflops=best / 1e12, memory_gb_per_second=memory / 1e9)
-    machine = machine_of(dataclasses.replace(recipe, cluster=cluster))
+    measured = dataclasses.replace(cluster, peak_tflops=best / 1e12, memory_gb_per_second=memory / 1e9)
+    try:
+        cluster = measured if is_cpu and cluster.peak_tflops is None else cluster
+        machine = machine_of(dataclasses.replace(recipe, cluster=cluster))
+    except ConfigError:
+        if cluster.peak_tflops is not None:
+            raise
+        # A device in no table is what was measured.
+        cluster, machine = measured, machine_of(dataclasses.replace(recipe, cluster=measured))
     memory = max(memory, 0.0 if is_cpu else machine.memory_bytes_per_second)
     shares = {
         "product": typical / machine.product_rate("bfloat16"),
@@ -94,14 +100,6 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
             cluster = _with_link(cluster, shares, own, machine)
     limited = {name: min(max(share, LIMITS[name][0]), LIMITS[name][1]) for name, share in shares.items()}
     return dataclasses.replace(cluster, efficiencies=limited)
-
-
-def _is_unknown(recipe: Recipe) -> bool:
-    try:
-        machine_of(recipe)
-    except ConfigError:
-        return True
-    return False
 
 
 def _with_link(
@@ -246,10 +244,9 @@ def calibrate(runs: Sequence[Measured]) -> Calibration:
         rule = f"a calibration needs at least {LEAST_RUNS} measured runs"
         raise ConfigError(_RUNS, f"{len(runs)} runs", rule, "submit a sweep with more points")
     for run in runs:
-        if not 0 < run.step_seconds < math.inf:
-            raise ConfigError(_RUNS, run.step_seconds, f"is no time of a step of {run.name}", "leave the run out")
-        if run.memory_bytes is not None and not 0 < run.memory_bytes < math.inf:
-            raise ConfigError(_RUNS, run.memory_bytes, f"is no memory of {run.name}", "leave the run out")
+        for value, what in ((run.step_seconds, "time of a step"), (run.memory_bytes, "memory")):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(_RUNS, value, f"is no {what} of {run.name}", "leave the run out")
     first, *others = {repr(run.recipe.cluster): run for run in runs}.values()
     if others:
         rule = f"{first.name} and {others[0].name} have different clusters, and a calibration is of one"
@@ -266,15 +263,13 @@ def time_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
 
 def memory_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
     """By run, error of the estimated memory as a share of the measured memory; nan: not measured."""
-    if not runs:
-        return []
-    machine = _machine(runs, cluster)
-    return [
-        reserved_bytes(run.recipe, machine, most_memory(run.recipe)) / run.memory_bytes - 1
-        if run.memory_bytes is not None
-        else math.nan
-        for run in runs
-    ]
+    machine = _machine(runs, cluster) if runs else None
+    errors = []
+    for run in runs:
+        assert machine is not None
+        reserved = reserved_bytes(run.recipe, machine, most_memory(run.recipe))
+        errors.append(reserved / run.memory_bytes - 1 if run.memory_bytes is not None else math.nan)
+    return errors
 
 
 def _by_family(runs: Sequence[Measured], cluster: Cluster) -> dict[str, Errors]:
@@ -283,12 +278,9 @@ def _by_family(runs: Sequence[Measured], cluster: Cluster) -> dict[str, Errors]:
     errors = {}
     for family in ("all", *sorted({run.family for run in runs})):
         own = [place for place, run in enumerate(runs) if family in ("all", run.family)]
-        known = [memories[place] for place in own if not math.isnan(memories[place])]
-        errors[family] = Errors(
-            runs=len(own),
-            time=statistics.median(times[place] for place in own),
-            memory=statistics.median(known) if known else math.nan,
-        )
+        known = [memories[place] for place in own if not math.isnan(memories[place])] or [math.nan]
+        time = statistics.median(times[place] for place in own)
+        errors[family] = Errors(runs=len(own), time=time, memory=statistics.median(known))
     return errors
 
 
@@ -297,9 +289,8 @@ def _machine(runs: Sequence[Measured], cluster: Cluster) -> Machine:
 
 
 def _errors(runs: Sequence[Measured], machine: Machine) -> list[float]:
-    return [
-        math.log(step_time(run.recipe, machine, pipeline=simulated_time).seconds / run.step_seconds) for run in runs
-    ]
+    times = (step_time(run.recipe, machine, pipeline=simulated_time).seconds for run in runs)
+    return [math.log(seconds / run.step_seconds) for seconds, run in zip(times, runs, strict=True)]
 
 
 def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
@@ -308,14 +299,13 @@ def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
     if is_cpu:
         # Start from larger rates, with efficiencies as smaller shares.
         shares = dataclasses.asdict(machine.efficiencies)
-        narrow = {
-            name: max(LIMITS[name][0], shares[name] / _WIDER) for name in ("eager_memory", "fused_memory", "link")
-        }
+        for name in ("eager_memory", "fused_memory", "link"):
+            shares[name] = max(LIMITS[name][0], shares[name] / _WIDER)
         cluster = dataclasses.replace(
             cluster,
             memory_gb_per_second=_WIDER * machine.memory_bytes_per_second / 1e9,
             link_gb_per_second=_WIDER * machine.link_bytes_per_second / 1e9,
-            efficiencies=shares | narrow,
+            efficiencies=shares,
         )
         machine = _machine(runs, cluster)
 
@@ -459,7 +449,7 @@ def fit_sum(
 
 
 def _coordinate(name: str, value: float) -> float:
-    """Map a value inside its limits to an unlimited number."""
+    """Map a value inside its limits to an unlimited number; `_value` is the inverse."""
     if name in _LOGARITHMIC:
         return math.log(max(value, _FLOOR))
     least, most = LIMITS[name]

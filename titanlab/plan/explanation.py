@@ -27,7 +27,7 @@ from titanlab.plan.pipeline_time import durations_of, rank_stages, simulated_tim
 from titanlab.plan.search import MARGIN
 from titanlab.plan.step_time import StepTime, step_time
 from titanlab.recipe import Recipe, check_all_but_data, step_of
-from titanlab.techniques.schedule.timeline import Timeline, simulate
+from titanlab.techniques.schedule.action import Timeline, simulate
 
 MEMORY_ERROR = 0.47
 """The share by which estimated memory was too high for the published run with the largest such error
@@ -127,36 +127,27 @@ def explain(recipe: Recipe) -> Explanation:
 
 def timeline_of(recipe: Recipe, machine: Machine) -> Timeline | None:
     """The simulated timeline of a recipe's pipeline, in seconds; None: it has none."""
-    layout, model, schedule = recipe.layout, recipe.model, recipe.schedule
-    if layout.pipeline == 1:
+    ranks, times = recipe.layout.pipeline, model_time(recipe, machine)
+    _, stages = rank_stages(times, recipe.schedule, recipe.parallelism.split, ranks)
+    if stages is None:
         return None
-    times = model_time(recipe, machine)
-    split, ranks = recipe.parallelism.split, layout.pipeline
-    stages = rank_stages(times, model, schedule, split, ranks, recipe.training.seq_len).pipeline
-    assert stages is not None
-    return simulate(
-        recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches),
-        stages.placement,
-        durations_of(stages.stages),
-    )
+    actions = recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches)
+    return simulate(actions, stages.placement, durations_of(stages.stages))
 
 
 def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row for each item with its GB by rank; the last rows are the sums."""
     ranks = explanation.ranks
     headings = ["GB", *(f"rank {rank.rank}" for rank in ranks)] if len(ranks) > 1 else ["", "GB"]
-    rows = [
-        [item, *(f"{rank.items[item] / 1e9:.2f}" for rank in ranks)]
-        for item in ITEMS
-        if any(rank.items[item] for rank in ranks)
-    ]
-    rows.append(["allocated", *(f"{rank.allocated / 1e9:.2f}" for rank in ranks)])
     machine = explanation.machine
     process = f", and {machine.process_bytes / 1e9:.2f}" if machine.process_bytes else ""
-    reserved = [f"{reserved_bytes(explanation.recipe, machine, rank) / 1e9:.2f}" for rank in ranks]
-    rows.append([f"reserved (×{machine.allocator_excess:.3g}{process})", *reserved])
-    rows.append(["largest at", *(rank.moment for rank in ranks)])
-    return headings, rows
+    sizes: dict[str, list[float]] = {item: [rank.items[item] for rank in ranks] for item in ITEMS}
+    sizes = {item: bytes_ for item, bytes_ in sizes.items() if any(bytes_)}
+    sizes["allocated"] = [rank.allocated for rank in ranks]
+    reserved = [reserved_bytes(explanation.recipe, machine, rank) for rank in ranks]
+    sizes[f"reserved (×{machine.allocator_excess:.3g}{process})"] = [*reserved]
+    rows = [[item, *(f"{size / 1e9:.2f}" for size in bytes_)] for item, bytes_ in sizes.items()]
+    return headings, [*rows, ["largest at", *(rank.moment for rank in ranks)]]
 
 
 def time_rows(time: StepTime) -> list[list[str]]:

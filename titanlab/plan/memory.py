@@ -24,7 +24,6 @@ from titanlab.costs import (
     chunk_bytes,
     cuts_of,
     gathered_part,
-    hidden_shape,
     is_in_block,
     kept_activations,
     step_traffic,
@@ -36,9 +35,11 @@ from titanlab.plan.stages import (
     actions_of,
     block_operations,
     edge_operations,
+    message_bytes,
     model_facts,
     parts_of,
     placement_of,
+    share_of,
     stages_of,
     treatments,
 )
@@ -63,8 +64,6 @@ ITEMS = (
 )
 # Gathered blocks at one moment, if blocks are freed after use: the one that computes, and the next one.
 _GATHERED_BLOCKS = 2
-# FSDP2 gathers into a separate buffer, and copies the parameters out of it.
-_GATHER_BUFFERS = 1
 # Symmetric memory keeps its buffers: for two gathers that run at once, and for the input of a reduction.
 _SYMMETRIC_GATHERS = 2
 # Blocks whose gradients exist in the precision of the reduction: the one that is being sent, and the one before.
@@ -100,200 +99,196 @@ def memory(recipe: Recipe) -> tuple[RankMemory, ...]:
     Raises:
         ConfigError: the pipeline's split or schedule does not fit the model or the batch.
     """
-    return _Ranks(recipe).memory()
+    layout, schedule, account = recipe.layout, recipe.schedule, model_facts(recipe.model).account
+    share, hidden = share_of(recipe), message_bytes(recipe)
+    shape = (recipe.model, share, recipe.microbatch, recipe.training.seq_len)
+    kinds, kind_of = block_bytes(recipe.ac, *shape)
+    edges, deferred_of = edge_bytes(*shape), deferred_bytes(*shape)
+    if recipe.loss_chunk:
+        # The forward pass of the loss has already computed the gradient of the head's weight.
+        deferred_of = {**deferred_of, account.head: 0}
+    stages = stages_of(recipe.model, schedule, recipe.parallelism.split, layout.pipeline, recipe.training.seq_len)
+    parts = [parts_of(pieces) for pieces in stages]
+    blocks = [[kinds[kind_of[number]] for number in part.blocks] for part in parts]
+    saved, deferred = [], []
+    for number, (own, part) in enumerate(zip(blocks, parts, strict=True)):
+        # The output of a stage is kept until its gradient comes.
+        output = hidden if number < len(parts) - 1 else 0
+        saved.append(output + sum([block.saved for block in own]) + sum([edges.get(piece, 0) for piece in part.edges]))
+        deferred.append(len(own) * deferred_of[""] + sum([deferred_of.get(piece, 0) for piece in part.edges]))
+    placement, memories = placement_of(schedule, layout.pipeline), []
+    # Ranks whose stages have pieces that are alike need the same; a pipeline has few different ones.
+    known: dict[object, dict[str, dict[str, int]]] = {}
+    for rank in range(layout.pipeline):
+        numbers = [number for number, owner in enumerate(placement) if owner == rank]
+        kept = _kept(recipe, rank, [saved[number] for number in numbers], [deferred[number] for number in numbers])
+        key = tuple([(*blocks[number], *parts[number].edges) for number in numbers])
+        if key not in known:
+            pieces = [piece for number in numbers for piece in stages[number]]
+            kinds_of_rank = [block for number in numbers for block in blocks[number]]
+            known[key] = _moments(recipe, share, pieces, kinds_of_rank, hidden)
+        sums = {}
+        for moment, items in known[key].items():
+            items = {**items, "activations": min(kept, items["activations"])}
+            sums[moment] = {name: items.get(name, 0) for name in ITEMS}
+        moment = max(sums, key=lambda moment: sum(sums[moment].values()))
+        memories.append(RankMemory(rank=rank, moment=moment, items=sums[moment]))
+    return tuple(memories)
 
 
 def most_memory(recipe: Recipe) -> RankMemory:
     return max(memory(recipe), key=lambda rank: rank.allocated)
 
 
-class _Ranks:
-    def __init__(self, recipe: Recipe) -> None:
-        layout, formats, config = recipe.layout, recipe.precision.formats(), recipe.parallelism
-        self.recipe, self.layout, self.config = recipe, layout, config
-        self.model, self.schedule = recipe.model, recipe.schedule
-        self.account = model_facts(self.model).account
-        self.sums = layout.data_parallelism(mixed=formats.mixed)
-        shards = layout.fsdp if self.sums == "fsdp2" else 1
-        self.pieces = stored_pieces(
-            self.model, recipe.precision, recipe.optimizer, layout.tensor, shards, layout.expert
+def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[int]) -> int:
+    """The largest number of bytes of activations that a rank keeps at one time.
+
+    Args:
+        saved: bytes that each of its stages keeps of one microbatch.
+        deferred: bytes of these between the halves of a split backward.
+    """
+    ranks, microbatches = recipe.layout.pipeline, recipe.microbatches
+    if ranks == 1:
+        return saved[0]
+    few = shorter(ranks, microbatches)
+    moments = in_flight(recipe.schedule, ranks, few, rank)
+    # If a few more microbatches change nothing, any number does not: do not list the actions of all.
+    if moments != in_flight(recipe.schedule, ranks, min(microbatches, few + ranks), rank):
+        moments = in_flight(recipe.schedule, ranks, microbatches, rank)
+    most: int = max([sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments])
+    return most
+
+
+@functools.lru_cache(maxsize=4096)
+def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> frozenset[tuple[int, ...]]:
+    """The different states of a rank after its actions, in numbers of microbatches; not those with less than before.
+
+    A state has for each stage of the rank the microbatches between forward and gradient of the input; then, again by
+    stage, those between the two halves of a split backward.
+    """
+    own = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
+    alive, states = [0] * 2 * len(own), set()
+    for stage, kind, _ in actions_of(schedule, ranks, microbatches)[rank]:
+        place = own.index(stage)
+        if kind is Kind.FORWARD:
+            alive[place] += 1
+        elif kind is Kind.WEIGHT:
+            alive[place + len(own)] -= 1
+        else:
+            alive[place] -= 1
+            alive[place + len(own)] += kind is Kind.INPUT
+        if kind in (Kind.FORWARD, Kind.INPUT):
+            states.add(tuple(alive))
+    return frozenset(states)
+
+
+def _moments(
+    recipe: Recipe, share: Share, own: Sequence[str], blocks: Sequence[BlockBytes], hidden: int
+) -> dict[str, dict[str, int]]:
+    """The items at each moment of a step that may be the largest, with the most activations of that moment.
+
+    Args:
+        own: pieces of the rank.
+        hidden: bytes of a message between stages.
+    """
+    layout, config, formats = recipe.layout, recipe.parallelism, recipe.precision.formats()
+    fsdp = layout.data_parallelism(mixed=formats.mixed) == "fsdp2"
+    pieces = stored_pieces(
+        *(recipe.model, recipe.precision, recipe.optimizer, layout.tensor, layout.fsdp if fsdp else 1, layout.expert)
+    )
+    whole = added(pieces[piece] for piece in own)
+    edges = added(pieces[piece] for piece in own if not is_in_block(piece))
+    block = max((pieces[piece] for piece in own if is_in_block(piece)), default=NOTHING)
+    accumulates = recipe.microbatches > 1 or layout.pipeline > 1
+    stored = {"parameters": whole.parameters, "optimizer": whole.optimizer}
+    gathered, buffers, unreduced, reducing, kept = 0, 0, 0, 0, 0
+    if fsdp:
+        reshards = config.frees_after_forward
+        gathered = edges.gathered + _GATHERED_BLOCKS * block.gathered if reshards else whole.gathered
+        gathered = min(gathered, whole.gathered)
+        # FSDP2 gathers into a separate buffer, and copies the parameters out of it.
+        buffers = block.gathered if reshards else 0
+        unreduced = whole.unreduced if accumulates else edges.gradients
+        # FSDP2 reduces the unit of the pieces outside blocks last.
+        reducing = max(block.gradients + _REDUCED_BLOCKS * block.unreduced, block.unreduced + edges.unreduced)
+    if fsdp and config.symmetric_memory:
+        buffers = _SYMMETRIC_GATHERS * block.gathered + edges.gathered
+        # Symmetric memory is a separate pool, which other tensors cannot use.
+        kept = buffers + max(block.unreduced, edges.unreduced)
+    # Without FSDP2 gradients are summed in place.
+    gradients = 0 if fsdp or not accumulates else whole.parameters
+    # Messages of pipeline parallelism, and a gathered or unsummed residual stream of tensor parallelism.
+    messages = 2 * hidden if layout.pipeline > 1 else 0
+    if layout.tensor > 1 and config.sequence_parallel:
+        messages += 2 * hidden * layout.tensor
+    together = gradients_together(recipe.model, share, recipe.microbatch, recipe.training.seq_len)
+    backward = max((each.again for each in blocks), default=0) + together
+    start = {**stored, "gathered parameters": gathered, "activations": _ALL_KEPT}
+    moments = {
+        "loss": {
+            **start,
+            "gradients": gradients,
+            "unreduced gradients": unreduced if accumulates else 0,
+            "logits and loss": _loss(recipe, share, own),
+            "communication buffers": kept + messages,
+        },
+        "backward": {
+            **start,
+            "gradients": gradients,
+            "unreduced gradients": unreduced + (0 if accumulates else reducing),
+            "backward of a block": backward,
+            "communication buffers": buffers + messages,
+        },
+        "end": {
+            **start,
+            "activations": max((each.saved for each in blocks), default=0),
+            # Gradients of a unit are freed when they are reduced: each exists only once.
+            "gradients": gradients if fsdp and accumulates else whole.parameters,
+            "unreduced gradients": unreduced + reducing,
+            "backward of a block": backward,
+            "communication buffers": buffers + messages,
+        },
+        "optimizer": {**stored, "gradients": whole.parameters, "activations": 0, "communication buffers": kept},
+    }
+    if config.cpu_offload:
+        for items in moments.values():
+            items.update(dict.fromkeys(("parameters", "gradients", "optimizer"), 0))
+    return moments
+
+
+def _loss(recipe: Recipe, share: Share, pieces: Sequence[str]) -> int:
+    """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch.
+
+    In eager mode: in the forward pass the logits, their copy in float32 and log-probabilities; in the backward pass
+    log-probabilities, their gradient, and the gradient of the copy. A compiled loss keeps the logits and writes their
+    gradient. Logits that are split over the vocabulary (`titanlab.parallelism.loss.SplitLoss`): log-probabilities,
+    their gradient, and its copy in the logits' precision.
+    """
+    account = model_facts(recipe.model).account
+    last = (account.pieces or ("",))[-1]
+    edges = {edge.name: edge for edge in edge_operations(recipe.model, recipe.microbatch, recipe.training.seq_len)}
+    edge = edges.get(last or next(reversed(edges), ""))
+    if last not in pieces or edge is None:
+        return 0
+    (*positions, columns), width, compiled = edge.output, share.element_bytes, recipe.compile.fuses_loss
+    tokens = math.prod(positions) // share.context
+    if recipe.loss_chunk:
+        return chunk_bytes(
+            tokens=tokens,
+            chunk=recipe.loss_chunk,
+            columns=-(-columns // share.tensor),
+            dim=account.dim,
+            width=width,
+            accelerator=share.accelerator,
+            compiled=compiled,
         )
-        self.share = Share(
-            element_bytes=formats.compute_bytes,
-            accelerator=recipe.cluster.accelerator,
-            tensor=layout.tensor,
-            context=layout.context,
-            sequence_parallel=config.sequence_parallel,
-            expert=layout.expert,
-        )
-        self.shape = (self.model, self.share, recipe.microbatch, recipe.training.seq_len)
-        kinds, kind_of = block_bytes(recipe.ac, *self.shape)
-        self.blocks = tuple(kinds[kind] for kind in kind_of)
-        self.edges = edge_bytes(*self.shape)
-        self.stages = stages_of(self.model, self.schedule, config.split, layout.pipeline, recipe.training.seq_len)
-        self.parts = tuple(map(parts_of, self.stages))
-        shape = hidden_shape(
-            layout,
-            microbatch=recipe.microbatch,
-            seq_len=recipe.training.seq_len,
-            dim=self.account.dim,
-            sequence_parallel=config.sequence_parallel,
-        )
-        self.hidden = shape[0] * shape[1] * shape[2] * formats.compute_bytes
-
-    def memory(self) -> tuple[RankMemory, ...]:
-        placement = placement_of(self.schedule, self.layout.pipeline)
-        memories = []
-        # Stages with pieces that are alike need the same; a pipeline has few different ones.
-        kinds = [(*map(self.blocks.__getitem__, parts.blocks), *parts.edges) for parts in self.parts]
-        known: dict[object, dict[str, dict[str, int]]] = {}
-        saved = list(map(self.saved, range(len(placement))))
-        known_deferred = deferred_bytes(*self.shape)
-        if self.recipe.loss_chunk:
-            # The forward pass of the loss has already computed the gradient of the head's weight.
-            known_deferred = {**known_deferred, self.account.head: 0}
-        deferred = [
-            len(parts.blocks) * known_deferred[""] + sum([known_deferred.get(piece, 0) for piece in parts.edges])
-            for parts in self.parts
-        ]
-        for rank in range(self.layout.pipeline):
-            stages = [number for number, owner in enumerate(placement) if owner == rank]
-            kept = self._kept(rank, [saved[number] for number in stages], [deferred[number] for number in stages])
-            key = tuple(kinds[number] for number in stages)
-            if key not in known:
-                known[key] = self._moments(stages)
-            sums = {}
-            for moment, items in known[key].items():
-                items = {**items, "activations": min(kept, items["activations"])}
-                sums[moment] = {name: items.get(name, 0) for name in ITEMS}
-            moment = max(sums, key=lambda moment: sum(sums[moment].values()))
-            memories.append(RankMemory(rank=rank, moment=moment, items=sums[moment]))
-        return tuple(memories)
-
-    def _kept(self, rank: int, saved: Sequence[int], deferred: Sequence[int]) -> int:
-        """The largest number of bytes of activations that a rank keeps at one time.
-
-        Args:
-            saved: bytes that each of its stages keeps of one microbatch.
-            deferred: bytes of these between the halves of a split backward.
-        """
-        ranks, microbatches = self.layout.pipeline, self.recipe.microbatches
-        if ranks == 1:
-            return saved[0]
-        if len(set(saved)) == len(set(deferred)) == 1:
-            pairs = totals(self.schedule, ranks=ranks, microbatches=microbatches, rank=rank)
-            return max(passes * saved[0] + halves * deferred[0] for passes, halves in pairs)
-        moments = peaks(self.schedule, ranks=ranks, microbatches=microbatches, rank=rank)
-        most: int = max(sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments)
-        return most
-
-    def _moments(self, stages: Sequence[int]) -> dict[str, dict[str, int]]:
-        """The items at each moment of a step that may be the largest, with the most activations of that moment."""
-        own = [piece for number in stages for piece in self.stages[number]]
-        blocks = [self.blocks[number] for stage in stages for number in self.parts[stage].blocks]
-        others = [piece for stage in stages for piece in self.parts[stage].edges]
-        whole = added(self.pieces[piece] for piece in own)
-        edges = added(self.pieces[piece] for piece in others)
-        block = max((self.pieces[piece] for piece in own if is_in_block(piece)), default=NOTHING)
-        fsdp = self.sums == "fsdp2"
-        accumulates = self.recipe.microbatches > 1 or self.layout.pipeline > 1
-        stored = {"parameters": whole.parameters, "optimizer": whole.optimizer}
-        gathered, buffers, unreduced, reducing = 0, 0, 0, 0
-        if fsdp:
-            reshards = self.config.frees_after_forward
-            gathered = edges.gathered + _GATHERED_BLOCKS * block.gathered if reshards else whole.gathered
-            gathered = min(gathered, whole.gathered)
-            buffers = _GATHER_BUFFERS * block.gathered if reshards else 0
-            unreduced = whole.unreduced if accumulates else edges.gradients
-            # FSDP2 reduces the unit of the pieces outside blocks last.
-            reducing = max(block.gradients + _REDUCED_BLOCKS * block.unreduced, block.unreduced + edges.unreduced)
-        kept = 0
-        if fsdp and self.config.symmetric_memory:
-            buffers = _SYMMETRIC_GATHERS * block.gathered + edges.gathered
-            # Symmetric memory is a separate pool, which other tensors cannot use.
-            kept = buffers + max(block.unreduced, edges.unreduced)
-        # Without FSDP2 gradients are summed in place.
-        gradients = 0 if fsdp or not accumulates else whole.parameters
-        loss = self._loss(own)
-        # Messages of pipeline parallelism, and a gathered or unsummed residual stream of tensor parallelism.
-        messages = 2 * self.hidden if self.layout.pipeline > 1 else 0
-        if self.layout.tensor > 1 and self.config.sequence_parallel:
-            messages += 2 * self.hidden * self.layout.tensor
-        backward = max((block.again for block in blocks), default=0) + gradients_together(*self.shape)
-        start = {**stored, "gathered parameters": gathered, "activations": _ALL_KEPT}
-        before = unreduced if accumulates else 0
-        moments = {
-            "loss": {
-                **start,
-                "gradients": gradients,
-                "unreduced gradients": before,
-                "logits and loss": loss,
-                "communication buffers": kept + messages,
-            },
-            "backward": {
-                **start,
-                "gradients": gradients,
-                "unreduced gradients": unreduced + (0 if accumulates else reducing),
-                "backward of a block": backward,
-                "communication buffers": buffers + messages,
-            },
-            "end": {
-                **start,
-                "activations": max((block.saved for block in blocks), default=0),
-                # Gradients of a unit are freed when they are reduced: each exists only once.
-                "gradients": gradients if fsdp and accumulates else whole.parameters,
-                "unreduced gradients": unreduced + reducing,
-                "backward of a block": backward,
-                "communication buffers": buffers + messages,
-            },
-            "optimizer": {**stored, "gradients": whole.parameters, "activations": 0, "communication buffers": kept},
-        }
-        if self.config.cpu_offload:
-            for items in moments.values():
-                items.update(dict.fromkeys(("parameters", "gradients", "optimizer"), 0))
-        return moments
-
-    def saved(self, number: int) -> int:
-        """Bytes that a stage keeps of one microbatch."""
-        parts = self.parts[number]
-        saved = sum([self.blocks[block].saved for block in parts.blocks])
-        saved += sum([self.edges.get(piece, 0) for piece in parts.edges])
-        # The output of a stage is kept until its gradient comes.
-        return saved + (self.hidden if number < len(self.stages) - 1 else 0)
-
-    def _loss(self, pieces: Sequence[str]) -> int:
-        """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch.
-
-        In eager mode: in the forward pass the logits, their copy in float32 and log-probabilities; in the backward pass
-        log-probabilities, their gradient, and the gradient of the copy. A compiled loss keeps the logits and writes
-        their gradient. Logits that are split over the vocabulary (`titanlab.parallelism.loss.SplitLoss`):
-        log-probabilities, their gradient, and its copy in the logits' precision.
-        """
-        recipe, share = self.recipe, self.share
-        last = (self.account.pieces or ("",))[-1]
-        edges = {edge.name: edge for edge in edge_operations(self.model, recipe.microbatch, recipe.training.seq_len)}
-        edge = edges.get(last or next(reversed(edges), ""))
-        if last not in pieces or edge is None:
-            return 0
-        (*positions, columns), width, compiled = edge.output, share.element_bytes, recipe.compile.fuses_loss
-        tokens = math.prod(positions) // share.context
-        if recipe.loss_chunk:
-            return chunk_bytes(
-                tokens=tokens,
-                chunk=recipe.loss_chunk,
-                columns=-(-columns // share.tensor),
-                dim=self.account.dim,
-                width=width,
-                accelerator=share.accelerator,
-                compiled=compiled,
-            )
-        splits = share.tensor if self.config.loss_parallel else 1
-        logits = tokens * -(-columns // splits)
-        copy = _FLOAT if width != _FLOAT else 0
-        if splits > 1:
-            forward = width + (0 if compiled else copy) + _FLOAT
-            return logits * max(forward, 2 * _FLOAT + (width if copy else 0))
-        return logits * (2 * width if compiled else max(width + copy + _FLOAT, 3 * _FLOAT))
+    splits = share.tensor if recipe.parallelism.loss_parallel else 1
+    logits = tokens * -(-columns // splits)
+    copy = _FLOAT if width != _FLOAT else 0
+    if splits > 1:
+        forward = width + (0 if compiled else copy) + _FLOAT
+        return logits * max(forward, 2 * _FLOAT + (width if copy else 0))
+    return logits * (2 * width if compiled else max(width + copy + _FLOAT, 3 * _FLOAT))
 
 
 class PieceBytes(NamedTuple):
@@ -327,13 +322,14 @@ def stored_pieces(
     model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig, tensor: int, fsdp: int, expert: int = 1
 ) -> Mapping[str, PieceBytes]:
     """Bytes by piece, for the rank with the largest part of each parameter; the last three arguments are degrees."""
-    whole, formats, like, names = model_facts(model).account, precision.formats(), representatives(model), _names(model)
+    whole, formats = model_facts(model).account, precision.formats()
+    names, alike = _parameters(model)
     wide = tuple(f"{piece}." for piece in matched(whole, formats.fp32_parts))
     float8 = precision.float8_gathered(whole)
     layout = Layout(shard=fsdp, tensor=tensor, expert=expert)
     account = account_for(whole, layout)
     kinds = {}
-    for piece in set(like.values()):
+    for piece in set(alike.values()):
         parts = []
         for name in names[piece]:
             degrees = cuts_of(account, name, layout)._asdict()
@@ -351,33 +347,29 @@ def stored_pieces(
                 )
             )
         kinds[piece] = added(parts)
-    return {piece: kinds[other] for piece, other in like.items()}
+    return {piece: kinds[other] for piece, other in alike.items()}
 
 
 @functools.lru_cache(maxsize=256)
-def representatives(model: ModelConfig) -> Mapping[str, str]:
-    """By piece, the first piece with parameters of the same names and shapes."""
-    account = model_facts(model).account
-    first: dict[tuple[tuple[str, tuple[int, ...]], ...], str] = {}
-    representative_of = {}
-    for piece, names in _names(model).items():
-        kind = tuple((name.removeprefix(f"{piece}."), account.parameters[name]) for name in names)
-        # Pieces outside blocks may differ in more than their parameters.
-        representative_of[piece] = first.setdefault(kind, piece) if is_in_block(piece) else piece
-    return representative_of
+def _parameters(model: ModelConfig) -> tuple[Mapping[str, Sequence[str]], Mapping[str, str]]:
+    """By piece, the names of its parameters, and the first piece with parameters of the same names and shapes.
 
-
-@functools.lru_cache(maxsize=256)
-def _names(model: ModelConfig) -> Mapping[str, Sequence[str]]:
-    """Names of parameters by piece; a model that cannot be cut is one piece without a name."""
+    A model that cannot be cut is one piece without a name.
+    """
     account = model_facts(model).account
     names: dict[str, list[str]] = {piece: [] for piece in account.pieces or ("",)}
-    depth = {piece: piece.count(".") + 1 for piece in names}
+    depths = sorted({piece.count(".") + 1 for piece in names})
     for name in account.parameters:
         steps = name.split(".")
-        piece = next((".".join(steps[:n]) for n in sorted(set(depth.values())) if ".".join(steps[:n]) in names), "")
+        piece = next((".".join(steps[:n]) for n in depths if ".".join(steps[:n]) in names), "")
         names.setdefault(piece, []).append(name)
-    return names
+    first: dict[object, str] = {}
+    alike = {}
+    for piece, own in names.items():
+        kind = tuple((name.removeprefix(f"{piece}."), account.parameters[name]) for name in own)
+        # Pieces outside blocks may differ in more than their parameters.
+        alike[piece] = first.setdefault(kind, piece) if is_in_block(piece) else piece
+    return names, alike
 
 
 def reserved_bytes(recipe: Recipe, machine: Machine, memory: RankMemory) -> int:
@@ -463,66 +455,3 @@ def deferred_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: i
     pieces = {"": block_operations(model, microbatch, seq_len)}
     pieces |= {edge.name: (edge,) for edge in edge_operations(model, microbatch, seq_len)}
     return {name: share.bytes_of(factors(operations)) for name, operations in pieces.items()}
-
-
-# For each moment: by stage of the rank, the microbatches between forward and gradient of the input; then, again by
-# stage, the microbatches between the two halves of a split backward.
-Moments = tuple[tuple[int, ...], ...]
-# Each moment is compared with this many of the largest ones. A larger number finds more covered moments, but costs more
-# time than it saves.
-_COMPARED = 4
-
-
-@functools.lru_cache(maxsize=4096)
-def peaks(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> Moments:
-    """The moments of a rank in which its memory may be largest; the order of numbers is that of the rank's stages.
-
-    Moments that a larger one covers in every stage are left out.
-    """
-    few = shorter(ranks, microbatches)
-    if few < microbatches:
-        # If a few more microbatches change nothing, any number does not: do not list the actions of all.
-        of_few = all_peaks(schedule, ranks, few, rank)
-        if of_few == all_peaks(schedule, ranks, min(microbatches, few + ranks), rank):
-            return of_few
-    return all_peaks(schedule, ranks, microbatches, rank)
-
-
-@functools.lru_cache(maxsize=4096)
-def totals(schedule: PipelineSchedule, *, ranks: int, microbatches: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """The same for a rank with equal stages: each moment's two kinds of numbers, added up over the stages."""
-    moments = peaks(schedule, ranks=ranks, microbatches=microbatches, rank=rank)
-    half = len(moments[0]) // 2
-    largest: list[tuple[int, int]] = []
-    for pair in sorted({(sum(moment[:half]), sum(moment[half:])) for moment in moments}, reverse=True):
-        if not largest or pair[1] > largest[-1][1]:
-            largest.append(pair)
-    return tuple(largest)
-
-
-@functools.lru_cache(maxsize=4096)
-def all_peaks(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> Moments:
-    """The moments of `peaks`, from all actions of a rank."""
-    stages = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
-    place = {stage: number for number, stage in enumerate(stages)}
-    alive, maxima, rose = [0] * 2 * len(stages), set(), False
-    for stage, kind, _ in actions_of(schedule, ranks, microbatches)[rank]:
-        number = place[stage]
-        if kind is Kind.FORWARD:
-            alive[number] += 1
-            rose = True
-            continue
-        # A number can be largest only just before it falls.
-        if rose:
-            maxima.add(tuple(alive))
-        alive[number + len(stages) if kind is Kind.WEIGHT else number] -= 1
-        rose = kind is Kind.INPUT
-        if rose:
-            alive[number + len(stages)] += 1
-    maxima.add(tuple(alive))
-    largest: list[tuple[int, ...]] = []
-    # A moment has a smaller sum than one that covers it.
-    for moment in sorted(maxima, key=sum, reverse=True):
-        if not any(all(map(operator.ge, other, moment)) for other in largest[:_COMPARED]):
-            largest.append(moment)
-    return tuple(sorted(largest))

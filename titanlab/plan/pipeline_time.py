@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from titanlab.plan.block_time import ModelTime, total
+from titanlab.plan.block_time import ModelTime, PieceTime, added_times, total
 from titanlab.plan.stages import actions_of, parts_of, placement_of, splits_backward, stages_of
-from titanlab.techniques.model.contract import ModelConfig
-from titanlab.techniques.schedule.action import Kind, executed
+from titanlab.techniques.schedule.action import Kind, executed, simulate
 from titanlab.techniques.schedule.contract import PipelineSchedule
-from titanlab.techniques.schedule.timeline import simulate
 
 # Times of stages are rounded to this share of their mean, so that recipes with similar stages share a simulation.
 _ROUNDING = 0.005
@@ -39,7 +36,6 @@ class PipelineTime(NamedTuple):
     sending: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stages:
     """The stages of a pipeline, and sums over them.
 
@@ -49,38 +45,17 @@ class Stages:
         rounded: times by stage in units of `_ROUNDING` · mean.
     """
 
-    stages: tuple[StageTime, ...]
-    placement: tuple[int, ...]
-    busy: float
-    busiest: int
-    mean: float
-    rounded: tuple[StageTime, ...]
-
-
-def timed_stages(
-    different: Sequence[StageTime], kind_of: Sequence[int], placement: Sequence[int], *, ranks: int
-) -> Stages:
-    """Sums over the stages of a pipeline.
-
-    Args:
-        different: times of stages.
-        kind_of: by stage, index in `different`.
-    """
-    sums = [sum(stage) for stage in different]
-    by_rank = [0.0] * ranks
-    for kind, rank in zip(kind_of, placement, strict=True):
-        by_rank[rank] += sums[kind]
-    mean = sum(by_rank) / len(kind_of)
-    unit = _ROUNDING * mean
-    rounded = [StageTime(*(round(part / unit) for part in stage)) for stage in different]
-    return Stages(
-        stages=tuple(different[kind] for kind in kind_of),
-        placement=tuple(placement),
-        busy=max(by_rank),
-        busiest=by_rank.index(max(by_rank)),
-        mean=mean,
-        rounded=tuple(rounded[kind] for kind in kind_of),
-    )
+    def __init__(self, stages: Sequence[StageTime], placement: Sequence[int]) -> None:
+        self.stages, self.placement = tuple(stages), tuple(placement)
+        by_rank = [0.0] * (1 + max(placement))
+        for stage, rank in zip(stages, placement, strict=True):
+            by_rank[rank] += sum(stage)
+        self.busy = max(by_rank)
+        self.busiest = by_rank.index(self.busy)
+        self.mean = sum(by_rank) / len(stages)
+        unit = _ROUNDING * self.mean
+        rounded = {stage: StageTime(*(round(part / unit) for part in stage)) for stage in set(stages)}
+        self.rounded = tuple([rounded[stage] for stage in stages])
 
 
 class RankTime(NamedTuple):
@@ -89,81 +64,46 @@ class RankTime(NamedTuple):
     Attributes:
         blocks: number of blocks.
         edges: the other pieces.
-        block_forward, block_backward: of all blocks together, with exposed communication.
+        own: of the blocks alone.
+        whole: of all pieces.
     """
 
     blocks: int
     edges: tuple[str, ...]
-    compute: float
-    tensor: float
-    context: float
-    time: StageTime
-    block_forward: float
-    block_backward: float
+    own: PieceTime
+    whole: PieceTime
 
-
-class RankStages(NamedTuple):
-    """The stages of a recipe: the stages of the rank that computes longest, and all stages if there is a pipeline."""
-
-    busiest: RankTime
-    pipeline: Stages | None
+    @property
+    def time(self) -> StageTime:
+        return StageTime(self.whole.ahead, self.whole.back - self.whole.weights, self.whole.weights)
 
 
 @functools.lru_cache(maxsize=16384)
 def rank_stages(
-    times: ModelTime,
-    model: ModelConfig,
-    schedule: PipelineSchedule,
-    split: tuple[Any, ...] | None,
-    ranks: int,
-    seq_len: int,
-) -> RankStages:
-    """The stages of a recipe; without a pipeline, one."""
+    times: ModelTime, schedule: PipelineSchedule, split: tuple[Any, ...] | None, ranks: int
+) -> tuple[RankTime, Stages | None]:
+    """The stages of the rank that computes longest; and all stages, None without a pipeline."""
     if ranks == 1:
-        return RankStages(busiest=_stage(times, times.kind_of, tuple(times.edges)), pipeline=None)
+        return _stage(times, times.kind_of, tuple(times.edges)), None
     placement = placement_of(schedule, ranks)
-    kinds, kind_of = _different(stages_of(model, schedule, split, ranks, seq_len), times.kind_of)
-    different = [_stage(times, *part) for part in kinds]
-    pipeline = timed_stages([stage.time for stage in different], kind_of, placement, ranks=ranks)
-    own = [different[kind] for kind, rank in zip(kind_of, placement, strict=True) if rank == pipeline.busiest]
-    merged = RankTime(
+    pieces = map(parts_of, stages_of(times.model, schedule, split, ranks, times.seq_len))
+    # The order of blocks changes no sum.
+    stages = [_stage(times, tuple(sorted([times.kind_of[block] for block in own.blocks])), own.edges) for own in pieces]
+    pipeline = Stages([stage.time for stage in stages], placement)
+    own = [stage for stage, rank in zip(stages, placement, strict=True) if rank == pipeline.busiest]
+    busiest = RankTime(
         blocks=sum(stage.blocks for stage in own),
         edges=tuple(name for stage in own for name in stage.edges),
-        compute=sum(stage.compute for stage in own),
-        tensor=sum(stage.tensor for stage in own),
-        context=sum(stage.context for stage in own),
-        time=StageTime(*(sum(parts) for parts in zip(*(stage.time for stage in own), strict=True))),
-        block_forward=sum(stage.block_forward for stage in own),
-        block_backward=sum(stage.block_backward for stage in own),
+        own=added_times([stage.own for stage in own]),
+        whole=added_times([stage.whole for stage in own]),
     )
-    return RankStages(busiest=merged, pipeline=pipeline)
+    return busiest, pipeline
 
 
 @functools.lru_cache(maxsize=16384)
 def _stage(times: ModelTime, kind_of: tuple[int, ...], edges: tuple[str, ...]) -> RankTime:
     """Sums over the pieces of a stage: its blocks by their kinds, and the others by name."""
-    own, whole = total(times, kind_of, ()), total(times, kind_of, edges)
-    return RankTime(
-        blocks=len(kind_of),
-        edges=edges,
-        compute=whole.compute,
-        tensor=whole.tensor_forward + whole.tensor_backward,
-        context=whole.context_forward + whole.context_backward,
-        time=StageTime(whole.ahead, whole.back - whole.weights, whole.weights),
-        block_forward=own.ahead,
-        block_backward=own.back,
-    )
-
-
-@functools.lru_cache(maxsize=16384)
-def _different(
-    stages: tuple[tuple[str, ...], ...], kind_of: tuple[int, ...]
-) -> tuple[tuple[tuple[tuple[int, ...], tuple[str, ...]], ...], tuple[int, ...]]:
-    """The different stages, as kinds of their blocks and names of their edges; and for each stage its index in them."""
-    # The order of blocks changes no sum.
-    parts = [(tuple(sorted(kind_of[block] for block in stage.blocks)), stage.edges) for stage in map(parts_of, stages)]
-    different = list(dict.fromkeys(parts))
-    return tuple(different), tuple(map(different.index, parts))
+    return RankTime(len(kind_of), edges, total(times, kind_of, ()), total(times, kind_of, edges))
 
 
 # The time of all microbatches, from the schedule, its stages, the numbers of ranks and microbatches, and the seconds
@@ -241,7 +181,7 @@ def _short(
     times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
 
     def duration(transfer: float) -> float:
-        # The same end of the last action as in `techniques.schedule.timeline.simulate`, but the order is found once.
+        # The same end of the last action as in `techniques.schedule.action.simulate`, but the order is found once.
         free = [0.0] * ranks
         ends: list[float] = []
         for rank, place, need in program:

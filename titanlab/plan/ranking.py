@@ -17,12 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from titanlab.costs import Layout, Share
+from titanlab.costs import Layout
 from titanlab.errors import ConfigError
-from titanlab.plan.block_time import ModelTime, model_time
+from titanlab.plan.block_time import model_time
 from titanlab.plan.machine import Machine, axis_of
 from titanlab.plan.memory import (
-    PieceBytes,
     RankMemory,
     added,
     deferred_bytes,
@@ -33,11 +32,9 @@ from titanlab.plan.memory import (
 )
 from titanlab.plan.pipeline_time import least_time
 from titanlab.plan.space import Choice, LayoutSpace, SpacePoint
-from titanlab.plan.stages import model_facts, placement_of, splits_backward
+from titanlab.plan.stages import model_facts, placement_of, share_of, splits_backward
 from titanlab.plan.step_time import StepTime, least_seconds, step_time
 from titanlab.recipe import Recipe
-from titanlab.techniques.ac.contract import ACConfig
-from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
 
@@ -54,51 +51,32 @@ class RecipeGroup(NamedTuple):
         return SpacePoint(layout, self.microbatch, schedule, self.ac, self.precision, self.compile)
 
 
-def least_memory(recipe: Recipe, group: RecipeGroup, schedules: Sequence[Choice]) -> float:
+def least_memory(recipe: Recipe, schedules: Sequence[Choice]) -> float:
     """A lower bound of the bytes of the rank with most memory, for all recipes of a group.
 
     Parameters are sharded over all processes that read other sequences, and ranks of a pipeline have equal parts of the
     model.
 
     Args:
-        recipe: of the space.
+        recipe: one of the group.
         schedules: of the pipeline; the schedule that keeps the fewest microbatches counts.
     """
-    layout, precision, parallelism = group.layouts[0], group.precision.value, recipe.parallelism
-    whole = _whole(
-        recipe.model, precision, recipe.optimizer, layout.tensor, layout.data * layout.context, layout.expert
-    )
+    layout, model, formats, parallelism = recipe.layout, recipe.model, recipe.precision.formats(), recipe.parallelism
+    shards = layout.data * layout.context
+    pieces = stored_pieces(model, recipe.precision, recipe.optimizer, layout.tensor, shards, layout.expert)
+    whole = added(pieces.values())
     needed = 0.0 if parallelism.cpu_offload else float(whole.parameters + whole.optimizer)
-    microbatches = recipe.training.global_batch // layout.data // group.microbatch
-    accumulates = microbatches > 1 or layout.pipeline > 1
-    if accumulates and (layout.context > 1 or precision.formats().mixed):
-        needed += whole.unreduced + (0 if parallelism.frees_after_forward else whole.gathered)
-    share = Share(
-        element_bytes=precision.formats().compute_bytes,
-        accelerator=recipe.cluster.accelerator,
-        tensor=layout.tensor,
-        context=layout.context,
-        sequence_parallel=parallelism.sequence_parallel,
-        expert=layout.expert,
-    )
-    saved, deferred = _activations(group.ac.value, recipe.model, share, group.microbatch, recipe.training.seq_len)
+    accumulates = recipe.microbatches > 1 or layout.pipeline > 1
+    if accumulates and (layout.context > 1 or formats.mixed):
+        needed += whole.unreduced + (whole.gathered if parallelism.reshard_after_forward == "never" else 0)
+    shape = (model, share_of(recipe), recipe.microbatch, recipe.training.seq_len)
+    saved = float(saved_bytes(recipe.ac, *shape))
     if layout.pipeline > 1:
+        deferred = model_facts(model).account.layers * deferred_bytes(*shape)[""]
         configs = tuple(schedule.value for schedule in schedules)
-        whole_passes, split_passes = _in_flight(configs, layout.pipeline, microbatches)
+        whole_passes, split_passes = _in_flight(configs, layout.pipeline, recipe.microbatches)
         saved = min(whole_passes * saved, split_passes * min(saved, deferred))
     return (needed + saved) / layout.pipeline
-
-
-@functools.lru_cache(maxsize=16384)
-def _whole(*stored: Any) -> PieceBytes:
-    """What one rank stores and gathers of the whole model; arguments as of `stored_pieces`."""
-    return added(stored_pieces(*stored).values())
-
-
-@functools.lru_cache(maxsize=16384)
-def _activations(ac: ACConfig, model: ModelConfig, *shape: Any) -> tuple[float, float]:
-    """Bytes that all blocks keep of one microbatch, and the part between the halves of a split backward."""
-    return saved_bytes(ac, model, *shape), model_facts(model).account.layers * deferred_bytes(model, *shape)[""]
 
 
 @functools.lru_cache(maxsize=16384)
@@ -203,29 +181,24 @@ class RecipeRanking:
 
     def _fits(self, group: RecipeGroup, schedules: Sequence[Choice]) -> bool:
         """Whether the smallest possible memory fits; if not, counts and leaves out the recipes."""
-        needed = self.machine.reserved_bytes(least_memory(self.space.recipe, group, schedules))
+        recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
+        needed = self.machine.reserved_bytes(least_memory(recipe, schedules))
         if needed > self.limit:
-            recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
             self._leave_out(needed, recipe, len(group.layouts) * len(schedules))
         return needed <= self.limit
 
-    @functools.cached_property
-    def _known_times(self) -> dict[tuple[object, ...], ModelTime]:
-        return {}
-
-    def _times(self, group: RecipeGroup, layout: Layout) -> ModelTime:
-        key = (group.ac, group.precision, group.compile, group.microbatch, layout.tensor, layout.context, layout.expert)
-        if key not in self._known_times:
-            recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
-            self._known_times[key] = model_time(recipe, self.machine)
-        return self._known_times[key]
+    def _passes(self, group: RecipeGroup, layout: Layout) -> tuple[float, float]:
+        """Seconds of a microbatch through all pieces, forward and backward, on the processes of a layout."""
+        recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
+        whole = model_time(recipe, self.machine).whole
+        return whole.ahead, whole.back
 
     def _compute_bound(self, group: RecipeGroup) -> float:
         """Seconds of the blocks without parallelism inside them, divided by the processes that share them."""
         layout = group.layouts[0]
-        times = self._times(group, Layout(pipeline=layout.pipeline, shard=self.space.world // layout.pipeline))
+        alone = Layout(pipeline=layout.pipeline, shard=self.space.world // layout.pipeline)
         local = self.space.recipe.training.global_batch / layout.data / group.microbatch
-        return local * (times.whole.ahead + times.whole.back) / (layout.pipeline * layout.context * layout.tensor)
+        return local * sum(self._passes(group, alone)) / (layout.pipeline * layout.context * layout.tensor)
 
     def _refine_group(self, group: RecipeGroup) -> Iterator[tuple[float, Any]]:
         """The schedules of a group, with bounds of the pipeline's time."""
@@ -234,15 +207,15 @@ class RecipeRanking:
         schedules = self.space.schedules(layout, count)
         if not self._fits(group, schedules):
             return
-        times = self._times(group, layout)
-        ahead, back = times.whole.ahead, times.whole.back
-        stragglers = 1 + self.machine.efficiencies.stragglers * math.log2(
-            axis_of(layout, "world", self.machine.per_node).nodes
-        )
+        ahead, back = self._passes(group, layout)
+        nodes = axis_of(layout, "world", self.machine.per_node).nodes
+        stragglers = 1 + self.machine.efficiencies.stragglers * math.log2(nodes)
         for schedule in schedules:
             passes = ahead if splits_backward(schedule.value, layout.pipeline, count) else ahead + back
-            idle = _BUBBLE_SHARE * passes * _before_last_rank(schedule.value, layout.pipeline)
-            bound = (count * (ahead + back) / layout.pipeline + idle) * stragglers
+            # Share of the stages that a microbatch passes before it reaches the last rank for the first time.
+            placement = placement_of(schedule.value, layout.pipeline)
+            before = max(map(placement.index, set(placement))) / len(placement)
+            bound = (count * (ahead + back) / layout.pipeline + _BUBBLE_SHARE * passes * before) * stragglers
             yield bound, (self._refine_schedule, (group, schedule))
 
     def _refine_schedule(self, item: tuple[RecipeGroup, Choice]) -> Iterator[tuple[float, Any]]:
@@ -274,10 +247,3 @@ class RecipeRanking:
         """The estimate of one recipe, if it fits."""
         if (ranked := self.estimate(point)) is not None:
             yield ranked.time.seconds, (None, ranked)
-
-
-@functools.lru_cache(maxsize=4096)
-def _before_last_rank(schedule: PipelineSchedule, ranks: int) -> float:
-    """Share of the stages that a microbatch passes before it reaches the last rank for the first time."""
-    placement = placement_of(schedule, ranks)
-    return max(map(placement.index, set(placement))) / len(placement)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from titanlab.plan.machine import Machine, machine_of
 from titanlab.plan.ranking import Ranked, RecipeRanking
 from titanlab.plan.space import LayoutSpace, choices_of
 from titanlab.plan.step_time import StepTime
-from titanlab.recipe import Cluster, Recipe, check_addressable, check_processes, resolve
+from titanlab.recipe import Recipe, check_addressable, check_processes, resolve
 from titanlab.system import counted, grouped, significant
 
 # Share of a device's memory that recipes leave free, for CUDA, NCCL and the errors of the estimate. Datasheets count
@@ -34,21 +34,13 @@ class Plan:
 
     Attributes:
         base: the recipe of the request, resolved for its world.
-        limit: bytes of a device that recipes may reserve; infinite if the cluster does not say it.
-        listed, too_large: numbers of recipes in the space, and of those that do not fit.
-        dropped: number of layouts by the rule that forbids them.
-        refused: number of recipes by the rule that forbids them, of those that were fast enough to be looked at.
+        ranking: the machine, the limit of its memory, and how many recipes were listed and left out.
         advice: what would work, if `best` is empty.
     """
 
     base: Recipe
-    machine: Machine
-    limit: float
+    ranking: RecipeRanking
     best: Sequence[Ranked]
-    listed: int
-    too_large: int
-    dropped: Mapping[str, int]
-    refused: Mapping[str, int]
     advice: Sequence[str] = ()
 
 
@@ -66,7 +58,11 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         if not recipe.launch.runs_here:
             rule = "is whatever a node has, and a plan is for machines whose facts are known"
             raise ConfigError("cluster.accelerator", "auto", rule, known)
-        recipe = dataclasses.replace(recipe, cluster=here(recipe.cluster))
+        host, cluster = this_host(), recipe.cluster
+        device = host.device if cluster.device is None else cluster.device
+        per_node = host.count if cluster.per_node is None else cluster.per_node
+        cluster = dataclasses.replace(cluster, accelerator=host.accelerator, device=device, per_node=per_node)
+        recipe = dataclasses.replace(recipe, cluster=cluster)
     cluster = recipe.cluster
     if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
         rule = "names no GPU, and a plan is for machines whose facts are known"
@@ -87,14 +83,6 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
     return dataclasses.replace(resolved, training=training)
 
 
-def here(cluster: Cluster) -> Cluster:
-    """The cluster, with this host's accelerator if it names none."""
-    host = this_host()
-    device = host.device if cluster.device is None else cluster.device
-    per_node = host.count if cluster.per_node is None else cluster.per_node
-    return dataclasses.replace(cluster, accelerator=host.accelerator, device=device, per_node=per_node)
-
-
 def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
     """Plan the world of a recipe.
 
@@ -105,23 +93,11 @@ def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
         raise ConfigError("--top", top, f"must lie in 1 to {MOST:,}", "try 20")
     check_addressable(recipe)
     machine = machine_of(recipe)
-    limit = machine.memory_bytes * (1 - MARGIN)
-    ranking = _ranking(recipe, machine, limit, vary)
+    ranking = _ranking(recipe, machine, machine.memory_bytes * (1 - MARGIN), vary)
     _check_precisions(ranking.space)
     with no_collection():
         best = ranking.best(top)
-        advice = [] if best else _advice(ranking, vary)
-    return Plan(
-        base=recipe,
-        machine=machine,
-        limit=limit,
-        best=best,
-        listed=ranking.listed,
-        too_large=ranking.too_large,
-        dropped=ranking.space.dropped,
-        refused=ranking.refused,
-        advice=advice,
-    )
+        return Plan(base=recipe, ranking=ranking, best=best, advice=[] if best else _advice(ranking, vary))
 
 
 @contextlib.contextmanager
@@ -137,39 +113,36 @@ def no_collection() -> Iterator[None]:
 
 
 def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]) -> RecipeRanking:
-    world = recipe.layout.world
-    space = LayoutSpace(recipe=recipe, world=world, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
+    space = LayoutSpace(recipe, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
     return RecipeRanking(space=space, machine=machine, limit=limit)
 
 
 def _check_precisions(space: LayoutSpace) -> None:
     """Check that the devices can compute in one of the precisions, instead of trying every recipe in vain."""
-    refusal: ConfigError | None = None
+    refusals, cluster = [], space.recipe.cluster
     for choice in space.choices.precisions:
         try:
-            choice.value.check_device(accelerator=space.recipe.cluster.accelerator, device=space.recipe.cluster.device)
-        except ConfigError as error:
-            refusal = refusal or error
-        else:
+            choice.value.check_device(accelerator=cluster.accelerator, device=cluster.device)
             return
-    if refusal is not None:
-        raise refusal
+        except ConfigError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
     """The nearest requests that a recipe fits: another world or batch, or more devices."""
     world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     if ranking.listed == 0:
+        worlds = ((smaller, batch) for smaller in range(world - 1, max(0, world - 257), -1))
+        units = (world, world // math.gcd(world, ranking.machine.per_node))
+        batches = ((world, -(-batch // unit) * unit) for unit in units)
         lines = []
-        for smaller in range(world - 1, max(0, world - 257), -1):
-            if (fastest := _first(ranking, smaller, batch, vary)) is not None:
-                lines.append(f"the nearest smaller world that works: world={smaller} ({fastest.recipe.layout.label})")
-                break
-        for unit in (world, world // math.gcd(world, ranking.machine.per_node)):
-            larger = -(-batch // unit) * unit
-            if larger != batch and (fastest := _first(ranking, world, larger, vary)) is not None:
-                lines.append(f"or another batch: training.global_batch={larger} ({fastest.recipe.layout.label})")
-                break
+        if (fastest := _fastest(ranking, worlds, vary)) is not None:
+            layout = fastest.recipe.layout
+            lines.append(f"the nearest smaller world that works: world={layout.world} ({layout.label})")
+        if (fastest := _fastest(ranking, batches, vary)) is not None:
+            larger, label = fastest.recipe.training.global_batch, fastest.recipe.layout.label
+            lines.append(f"or another batch: training.global_batch={larger} ({label})")
         return lines
     if ranking.least is None:
         return [f"every layout breaks a rule: {rule}" for rule in list(ranking.refused)[:3]]
@@ -177,28 +150,29 @@ def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
     smallest = f"{recipe.layout.label}, microbatch {recipe.microbatch}, ac={recipe.ac.kind}"
     has = f"{ranking.limit / 1e9:.1f} GB that a device has"
     lines = [f"the smallest needs {needed / 1e9:.1f} GB of the {has}: {smallest}"]
-    for factor in _LARGER_WORLDS:
-        larger = world * factor
-        if (fastest := _first(ranking, larger, batch, vary)) is not None:
-            lines.append(f"it fits on {larger:,} devices: world={larger} ({fastest.recipe.layout.label})")
-            break
-    else:
-        lines.append("nor does it fit on 64 times as many: try precision=bf16_full, or a smaller model")
-    return lines
+    fastest = _fastest(ranking, ((world * factor, batch) for factor in _LARGER_WORLDS), vary)
+    if fastest is None:
+        return [*lines, "nor does it fit on 64 times as many: try precision=bf16_full, or a smaller model"]
+    layout = fastest.recipe.layout
+    return [*lines, f"it fits on {layout.world:,} devices: world={layout.world} ({layout.label})"]
 
 
-def _first(ranking: RecipeRanking, world: int, batch: int, vary: Sequence[str]) -> Ranked | None:
-    """The fastest recipe of another world or batch; None: there is none."""
+def _fastest(ranking: RecipeRanking, requests: Iterable[tuple[int, int]], vary: Sequence[str]) -> Ranked | None:
+    """The fastest recipe of the first world and batch that have one; None: there is none."""
     base = ranking.space.recipe
-    recipe = dataclasses.replace(
-        base,
-        world=world,
-        training=dataclasses.replace(base.training, global_batch=batch),
-        parallelism=dataclasses.replace(base.parallelism.with_degrees(Layout(shard=world).degrees()), expert=1),
-    )
-    other = _ranking(recipe, ranking.machine, ranking.limit, vary)
-    best = other.best(1) if other.space.has_layouts() else []
-    return best[0] if best else None
+    for world, batch in requests:
+        if (world, batch) == (ranking.space.world, base.training.global_batch):
+            continue
+        recipe = dataclasses.replace(
+            base,
+            world=world,
+            training=dataclasses.replace(base.training, global_batch=batch),
+            parallelism=dataclasses.replace(base.parallelism.with_degrees(Layout(shard=world).degrees()), expert=1),
+        )
+        other = _ranking(recipe, ranking.machine, ranking.limit, vary)
+        if other.space.has_layouts() and (best := other.best(1)):
+            return best[0]
+    return None
 
 
 HEADINGS = (
@@ -235,10 +209,9 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def title(plan: Plan) -> str:
-    base, machine = plan.base, plan.machine
-    limit = "memory not known" if math.isinf(plan.limit) else (
-        f"{machine.memory_bytes / 1e9:.0f} GB each, {100 * MARGIN:.0f} % of it left free"
-    )  # fmt: skip
+    base, machine, limit = plan.base, plan.ranking.machine, "memory not known"
+    if not math.isinf(machine.memory_bytes):
+        limit = f"{machine.memory_bytes / 1e9:.0f} GB each, {100 * MARGIN:.0f} % of it left free"
     return (
         f"{base.model.account().parameter_count / 1e9:.2f}B parameters on {counted(base.layout.world, machine.name)} "
         f"({limit}); "
@@ -253,25 +226,21 @@ def split_text(time: StepTime) -> str:
 
 
 def left_out(plan: Plan) -> list[str]:
-    lines = [f"{plan.listed:,} recipes; {plan.too_large:,} of those looked at do not fit"]
-    if plan.dropped:
-        lines.append("layouts that no recipe can have, by rule:")
-        lines += [f"  {line}" for line in summary(plan.dropped, _RULES)]
-    if plan.refused:
-        lines.append("fast recipes that a rule forbids:")
-        lines += [f"  {line}" for line in summary(plan.refused, _RULES)]
+    ranking = plan.ranking
+    lines = [f"{ranking.listed:,} recipes; {ranking.too_large:,} of those looked at do not fit"]
+    for heading, rules in (
+        ("layouts that no recipe can have, by rule:", ranking.space.dropped),
+        ("fast recipes that a rule forbids:", ranking.refused),
+    ):
+        if rules:
+            lines += [heading, *(f"  {line}" for line in summary(rules, _RULES))]
     return lines
 
 
 def reasons(best: Sequence[Ranked]) -> list[str]:
     """One sentence for each recipe: which terms make it slower than the one above it."""
-    lines = []
-    for place, ranked in enumerate(best):
-        if place == 0:
-            lines.append(f"1 is the fastest that fits: {split_text(ranked.time)}")
-        else:
-            lines.append(f"{place + 1} {_difference(best[place - 1], ranked)}")
-    return lines
+    others = (f"{place + 1} {_difference(best[place - 1], best[place])}" for place in range(1, len(best)))
+    return [f"1 is the fastest that fits: {split_text(best[0].time)}", *others]
 
 
 def _difference(above: Ranked, ranked: Ranked) -> str:
@@ -289,17 +258,18 @@ def _difference(above: Ranked, ranked: Ranked) -> str:
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:
+    ranking = plan.ranking
     return {
         "world": plan.base.layout.world,
-        "device": plan.machine.name,
-        "memory_bytes": plan.machine.memory_bytes,
-        "limit_bytes": plan.limit,
+        "device": ranking.machine.name,
+        "memory_bytes": ranking.machine.memory_bytes,
+        "limit_bytes": ranking.limit,
         "global_batch": plan.base.training.global_batch,
         "seq_len": plan.base.training.seq_len,
-        "recipes": plan.listed,
-        "too_large": plan.too_large,
-        "dropped_layouts": dict(plan.dropped),
-        "refused": dict(plan.refused),
+        "recipes": ranking.listed,
+        "too_large": ranking.too_large,
+        "dropped_layouts": dict(ranking.space.dropped),
+        "refused": dict(ranking.refused),
         "advice": list(plan.advice),
         "best": [_values(ranked, plan.base) for ranked in plan.best],
     }

@@ -5,17 +5,18 @@ The options of the varied groups are discovered, so that options of other packag
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from titanlab.costs import Layout, ModelAccount, account_for, divisors
+from titanlab.costs import Layout, account_for, divisors
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.parallelism import Parallelism
@@ -41,18 +42,15 @@ def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
         if name not in VARIED:
             rule = "cannot be varied" if name else "names no group"
             raise ConfigError("--vary", name, rule, f"try {' or '.join(VARIED)}; all else varies anyway")
-    compiles: list[Any] = [recipe.compile]
-    if "compile" in vary:
-        compiles += [Compile(), Compile(blocks=True, loss=True)]
+    schedules = [other for schedule in _defaults("schedule") for other in schedule.alternatives()]
+    # Not the policies that leave recomputation to a compiler: their memory cannot be predicted.
+    acs = [policy for policy in _defaults("ac") if policy.compiler_budget() is None]
+    compiles = [Compile(), Compile(blocks=True, loss=True)] if "compile" in vary else []
     return Choices(
-        schedules=_schedules(recipe.schedule),
-        # Not the policies that leave recomputation to a compiler: their memory cannot be predicted.
-        acs=_named([recipe.ac, *(policy for policy in _defaults("ac") if policy.compiler_budget() is None)]),
-        precisions=_named([recipe.precision, *(_defaults("precision") if "precision" in vary else [])]),
-        compiles=[
-            Choice("+".join(name for name, on in (("block", value.blocks), ("loss", value.loss)) if on) or "off", value)
-            for value in _different(compiles)
-        ],
+        schedules=_named([recipe.schedule, *schedules], _name_of_schedule),
+        acs=_named([recipe.ac, *acs], _name),
+        precisions=_named([recipe.precision, *(_defaults("precision") if "precision" in vary else [])], _name),
+        compiles=_named([recipe.compile, *compiles], _name_of_compile),
     )
 
 
@@ -60,39 +58,33 @@ def _defaults(group: str) -> list[Any]:
     """The default config of each kind that needs no value from a person."""
     configs = []
     for option in discover()[group].values():
-        try:
+        with contextlib.suppress(ConfigError):
             configs.append(option.schema())
-        except ConfigError:
-            continue
     return configs
 
 
-def _schedules(own: PipelineSchedule) -> list[Choice]:
-    """A recipe's own schedule, and those of every kind; names include the stages of a rank if there are several."""
-    others = [other for schedule in _defaults("schedule") for other in schedule.alternatives()]
-    choices = []
-    for schedule in _different([own, *others]):
-        stages = schedule.stage_count(ranks=1)
-        choices.append(Choice(f"{schedule.kind} ×{stages}" if stages > 1 else schedule.kind, schedule))
-    return choices
+def _named(values: Iterable[Any], name: Callable[[Any], str]) -> list[Choice]:
+    """The values, each once."""
+    return [Choice(name(value), value) for value in {repr(value): value for value in values}.values()]
 
 
-def _named(values: Iterable[Any]) -> list[Choice]:
-    return [Choice(_name(value), value) for value in _different(values)]
+def _name_of_schedule(schedule: PipelineSchedule) -> str:
+    stages = schedule.stage_count(ranks=1)
+    return f"{schedule.kind} ×{stages}" if stages > 1 else schedule.kind
 
 
-def _different(values: Iterable[Any]) -> list[Any]:
-    return list({repr(value): value for value in values}.values())
+def _name_of_compile(config: Compile) -> str:
+    return "+".join(name for name, on in (("block", config.blocks), ("loss", config.loss)) if on) or "off"
 
 
 def _name(value: Any) -> str:
     """The kind, with the fields that differ from their defaults."""
     changed = []
     for each in dataclasses.fields(value):
-        field_value = getattr(value, each.name)
+        own = getattr(value, each.name)
         default = each.default_factory() if callable(each.default_factory) else each.default
-        if each.name != "kind" and field_value != default and isinstance(field_value, int | float | bool):
-            changed.append(f"{each.name}={str(field_value).lower() if isinstance(field_value, bool) else field_value}")
+        if each.name != "kind" and own != default and isinstance(own, int | float | bool):
+            changed.append(f"{each.name}={str(own).lower() if isinstance(own, bool) else own}")
     return " ".join([value.kind, *changed])
 
 
@@ -128,31 +120,29 @@ class SpacePoint(NamedTuple):
     compile: Choice
 
 
-@dataclass(kw_only=True)
 class LayoutSpace:
-    """The recipes that a world and a global batch allow.
+    """The recipes that the world and the global batch of a resolved recipe allow.
 
     Attributes:
-        recipe: resolved; it gives all values that the space does not vary.
-        per_node: processes on a node, or on nodes that share a link.
+        recipe: it gives all values that the space does not vary.
         dropped: number of layouts by the rule that they break; filled while layouts are listed.
     """
 
-    recipe: Recipe
-    world: int
-    per_node: int
-    choices: Choices
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        # A cache with the lifetime of the space.
+    def __init__(self, recipe: Recipe, *, per_node: int, choices: Choices) -> None:
+        """`per_node`: processes on a node, or on nodes that share a link."""
+        self.recipe, self.world, self.per_node, self.choices = recipe, recipe.layout.world, per_node, choices
+        self.dropped: Counter[str] = Counter()
+        facts = model_facts(recipe.model)
+        # Only edges and one block: the rules look at each parameter, but blocks are alike.
+        self._account = dataclasses.replace(facts.sample, layers=facts.account.layers, pieces=facts.account.pieces)
+        # Caches with the lifetime of the space: each rule is checked once for all layouts that are equal for it.
         self.recipe_of = functools.cache(self._recipe_of)
-        self._ask = functools.cache(self._broken_rule)
+        self._context_broken = functools.cache(self._context_rule)
+        self._expert_broken = functools.cache(self._expert_rule)
+        self._tensor_broken = functools.cache(self._tensor_rule)
         self._legal = functools.cache(self._legal_schedules)
         self._parallelism = functools.cache(self._with_degrees)
-        self._training = functools.cache(
-            lambda microbatch: dataclasses.replace(self.recipe.training, microbatch=microbatch)
-        )
+        self._training = functools.cache(lambda size: dataclasses.replace(recipe.training, microbatch=size))
 
     def layouts(self) -> list[Layout]:
         """All layouts that the rules allow, tensor parallelism inside a node if any such layout is allowed."""
@@ -160,8 +150,7 @@ class LayoutSpace:
         beyond: list[Layout] = []
         self.dropped.clear()
         for layout in self._with_experts(all_layouts(self.world)):
-            rule = self.broken(layout)
-            if rule:
+            if rule := self.broken(layout):
                 self.dropped[rule] += 1
             else:
                 (inside if self.per_node % layout.tensor == 0 else beyond).append(layout)
@@ -196,15 +185,16 @@ class LayoutSpace:
     def points(self, layout: Layout) -> Iterator[SpacePoint]:
         """The points of a layout; `broken_rule` says whether one of them is a recipe."""
         for microbatch, schedules in self.microbatches(layout):
-            for schedule in schedules:
-                for ac, precision, compile_ in self.others():
-                    yield SpacePoint(layout, microbatch, schedule, ac, precision, compile_)
+            for schedule, others in itertools.product(schedules, self.others()):
+                yield SpacePoint(layout, microbatch, schedule, *others)
 
     def microbatches(self, layout: Layout) -> Iterator[tuple[int, Sequence[Choice]]]:
         """Microbatches of a layout, each with the schedules that its pipeline can run."""
         local = self.recipe.training.global_batch // layout.data
+        within = Layout(tensor=layout.tensor, context=layout.context)
+        sequence_parallel = self.recipe.parallelism.sequence_parallel
         for microbatch in divisors(local):
-            if self._tokens_broken(layout, microbatch):
+            if layout.tensor > 1 and self._tensor_broken(within, microbatch, sequence_parallel=sequence_parallel):
                 continue
             schedules = self.schedules(layout, local // microbatch)
             if schedules:
@@ -214,10 +204,7 @@ class LayoutSpace:
         """The schedules of a layout's pipeline; without one, that of the recipe."""
         if layout.pipeline == 1:
             return [Choice("", self.recipe.schedule)]
-        if microbatches is None:
-            return self.choices.schedules
-        legal, _ = self._legal(layout.pipeline, microbatches)
-        return legal
+        return self.choices.schedules if microbatches is None else self._legal(layout.pipeline, microbatches)[0]
 
     def others(self) -> Iterator[tuple[Choice, Choice, Choice]]:
         return itertools.product(self.choices.acs, self.choices.precisions, self.choices.compiles)
@@ -241,82 +228,52 @@ class LayoutSpace:
         # Rules look at each parameter, but blocks are alike: an account with one block is much faster.
         lighter = copy.copy(recipe.model)
         object.__setattr__(lighter, "account", lambda: self._account)
-        for asked in (dataclasses.replace(recipe, model=lighter), recipe):
-            try:
-                recipe_rules.check_all_but_data(asked)
-            except ConfigError as error:
-                text = f"{error.key} {error.rule}"
-            else:
-                return ""
-        return text
+        if not _broken(recipe_rules.check_all_but_data, dataclasses.replace(recipe, model=lighter)):
+            return ""
+        return _broken(recipe_rules.check_all_but_data, recipe)
 
     def broken(self, layout: Layout) -> str:
         """The rule that every point of a layout breaks; empty: none is known."""
         batch = self.recipe.training.global_batch
         if batch % layout.data:
             return f"training.global_batch={batch} is no multiple of the data-parallel processes"
-        for rule in (self._context_broken(layout.context), self._tensor_broken(layout)):
-            if rule:
-                return rule
-        if layout.pipeline == 1:
-            return ""
-        local = batch // layout.data
-        broken = ""
-        for microbatch in divisors(local):
-            legal, broken = self._legal(layout.pipeline, local // microbatch)
+        within = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
+        rule: str = (
+            self._context_broken(layout.context)
+            or self._expert_broken(within)
+            or self._tensor_broken(within, 1, sequence_parallel=False)
+        )
+        if rule or layout.pipeline == 1:
+            return rule
+        for microbatch in divisors(batch // layout.data):
+            legal, rule = self._legal(layout.pipeline, batch // layout.data // microbatch)
             if legal:
                 return ""
-        return broken
+        return rule
 
-    # The rules are those of recipes; each rule is checked once for all layouts that are equal for this rule.
+    def _context_rule(self, context: int) -> str:
+        recipe, layout = self.recipe, Layout(context=context)
+        given = {"seq_len": recipe.training.seq_len, "kernel": recipe.model.attention}
+        return _broken(recipe_rules.check_context, layout, self._account, **given)
 
-    def _context_broken(self, context: int) -> str:
-        return self._ask("context", Layout(context=context))
+    def _expert_rule(self, layout: Layout) -> str:
+        return _broken(recipe_rules.check_expert, layout, self.recipe.parallelism, self._account)
 
-    def _tensor_broken(self, layout: Layout) -> str:
-        layout = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
-        return self._ask("expert", layout) or self._ask("tensor", layout)
-
-    def _tokens_broken(self, layout: Layout, microbatch: int) -> str:
-        layout = Layout(tensor=layout.tensor, context=layout.context)
-        return self._ask("tokens", layout, microbatch) if layout.tensor > 1 else ""
+    def _tensor_rule(self, layout: Layout, microbatch: int, *, sequence_parallel: bool) -> str:
+        config = dataclasses.replace(self.recipe.parallelism, sequence_parallel=sequence_parallel)
+        given = {"seq_len": self.recipe.training.seq_len, "microbatch": microbatch}
+        return _broken(recipe_rules.check_tensor, layout, config, account_for(self._account, layout), **given)
 
     def _legal_schedules(self, pipeline: int, microbatches: int) -> tuple[Sequence[Choice], str]:
         """The schedules that a pipeline can run, and the rule that the last of the others breaks."""
-        legal, broken, config = [], "", self.recipe.parallelism
+        legal, last, config, layout = [], "", self.recipe.parallelism, Layout(pipeline=pipeline)
         for choice in self.choices.schedules:
-            try:
-                recipe_rules.check_pipeline(
-                    Layout(pipeline=pipeline), config, self._account, choice.value, microbatches=microbatches
-                )
-                legal.append(choice)
-            except ConfigError as error:
-                broken = f"{error.key} {error.rule}"
-        return legal, broken
-
-    def _broken_rule(self, check: str, layout: Layout, microbatch: int = 1) -> str:
-        """The text of the rule that a check says is broken; empty: none."""
-        account, config, seq_len = self._account, self.recipe.parallelism, self.recipe.training.seq_len
-        try:
-            if check == "context":
-                kernel = self.recipe.model.attention
-                recipe_rules.check_context(layout, account, seq_len=seq_len, kernel=kernel)
-            elif check == "expert":
-                recipe_rules.check_expert(layout, config, account)
+            given = (layout, config, self._account, choice.value)
+            if rule := _broken(recipe_rules.check_pipeline, *given, microbatches=microbatches):
+                last = rule
             else:
-                if check == "tensor":
-                    config = dataclasses.replace(config, sequence_parallel=False)
-                account = account_for(account, layout)
-                recipe_rules.check_tensor(layout, config, account, seq_len=seq_len, microbatch=microbatch)
-        except ConfigError as error:
-            return f"{error.key} {error.rule}"
-        return ""
-
-    @functools.cached_property
-    def _account(self) -> ModelAccount:
-        # Only edges and one block: the rules look at each parameter, but blocks are alike.
-        facts = model_facts(self.recipe.model)
-        return dataclasses.replace(facts.sample, layers=facts.account.layers, pieces=facts.account.pieces)
+                legal.append(choice)
+        return legal, last
 
     def _with_degrees(self, layout: Layout) -> Parallelism:
         own = self.recipe.parallelism
@@ -330,6 +287,15 @@ class LayoutSpace:
             # A split by hand fits one number of stages only.
             split=own.split if layout.pipeline == self.recipe.layout.pipeline else None,
         )
+
+
+def _broken(check: Callable[..., None], *given: Any, **named: Any) -> str:
+    """The text of the rule that a check says is broken; empty: none."""
+    try:
+        check(*given, **named)
+    except ConfigError as error:
+        return f"{error.key} {error.rule}"
+    return ""
 
 
 def all_layouts(world: int) -> Iterator[Layout]:

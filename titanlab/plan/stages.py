@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from titanlab.costs import ModelAccount, Operation, block_name, is_in_block
+from titanlab.costs import ModelAccount, Operation, Share, block_name, hidden_shape, is_in_block
 from titanlab.recipe import Recipe, stage_pieces
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.model.contract import ModelConfig
@@ -60,6 +61,31 @@ def model_facts(model: ModelConfig) -> ModelFacts:
     }
     sample = replace(account, parameters=parameters, layers=1, pieces=(*before, block, *after))
     return ModelFacts(account=account, sample=sample, block=block, before=before, after=after)
+
+
+def share_of(recipe: Recipe) -> Share:
+    """One rank's share of a recipe's activations."""
+    layout = recipe.layout
+    return Share(
+        element_bytes=recipe.precision.formats().compute_bytes,
+        accelerator=recipe.cluster.accelerator,
+        tensor=layout.tensor,
+        context=layout.context,
+        sequence_parallel=recipe.parallelism.sequence_parallel,
+        expert=layout.expert,
+    )
+
+
+def message_bytes(recipe: Recipe) -> int:
+    """Bytes of the hidden states that one stage of a pipeline sends to the next, for one microbatch."""
+    shape = hidden_shape(
+        recipe.layout,
+        microbatch=recipe.microbatch,
+        seq_len=recipe.training.seq_len,
+        dim=model_facts(recipe.model).account.dim,
+        sequence_parallel=recipe.parallelism.sequence_parallel,
+    )
+    return math.prod(shape) * recipe.precision.formats().compute_bytes
 
 
 @functools.lru_cache(maxsize=1024)

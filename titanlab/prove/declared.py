@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlab.costs import (
     AXES,
@@ -12,7 +12,6 @@ from titanlab.costs import (
     Coordinate,
     Layout,
     ModelAccount,
-    Share,
     TrafficRow,
     account_for,
     block_input,
@@ -24,6 +23,7 @@ from titanlab.costs import (
     stored_part,
     tensor_part,
 )
+from titanlab.plan import share_of
 from titanlab.recipe import Recipe, pieces_by_stage, step_of
 from titanlab.techniques.optimizer.contract import Stored
 
@@ -101,7 +101,7 @@ def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Coordinate, *
 
 
 def _saved_by_block(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]]) -> dict[int, int]:
-    layout, step = recipe.layout, step_of(recipe)
+    step = step_of(recipe)
     block = recipe.model.block_operations(batch=recipe.microbatch, seq_len=recipe.training.seq_len)
     by_block = {}
     for stage, pieces in stages:
@@ -109,15 +109,8 @@ def _saved_by_block(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]])
             if not is_in_block(piece):
                 continue
             number = int(piece.rpartition(".")[2])
-            share = Share(
-                element_bytes=step.element_bytes(piece),
-                # The kernels that run in a trace are those of a CPU.
-                accelerator="cpu",
-                tensor=layout.tensor,
-                context=layout.context,
-                sequence_parallel=recipe.parallelism.sequence_parallel,
-                expert=layout.expert,
-            )
+            # The kernels that run in a trace are those of a CPU.
+            share = replace(share_of(recipe), element_bytes=step.element_bytes(piece), accelerator="cpu")
             saved = recipe.ac.saved_bytes(block, share, number=number)
             if stage > 0 and place == 0 and saved == share.bytes_of(kept_activations(block)):
                 # A pipeline keeps the input of a stage, even if the block does not.

@@ -77,8 +77,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
     if not tokens:
         rule = f"has no logged step at a number of tokens at which {first.path.name} has one"
         raise ConfigError("run", second.path.name, rule, "log the same steps: training.log_every")
-    losses = [_relative(a.rows[at][0], b.rows[at][0]) for at in tokens]
-    norms = [_relative(a.rows[at][1], b.rows[at][1]) for at in tokens]
+    losses, norms = ([_relative(a.rows[at][place], b.rows[at][place]) for at in tokens] for place in (0, 1))
     limits = max((of_runs(logged.recipe.precision) for logged in (a, b)), key=lambda limit: limit.loss)
     parts = [f"{logged.run.path.name} ended as nan: {logged.ended_as_nan}" for logged in (a, b) if logged.ended_as_nan]
     bounds = [
@@ -125,9 +124,9 @@ def _read(run: RunFolder) -> Logged:
         raise ConfigError("run", name, rule, "compare runs that have done all of their steps")
     rows = {}
     for row in run.metrics(TRAIN):
-        tokens = row.get(meter.TOKENS_SEEN)
-        if isinstance(tokens, int) and not isinstance(tokens, bool):
-            rows[tokens] = (_number(row.get(meter.LOSS)), _number(row.get(meter.GRAD_NORM)))
+        tokens, loss, norm = (row.get(key) for key in (meter.TOKENS_SEEN, meter.LOSS, meter.GRAD_NORM))
+        if type(tokens) is int:
+            rows[tokens] = (_number(loss), _number(norm))
     if not rows:
         raise ConfigError("run", name, "has no logged step in metrics.jsonl", "compare another run, or train it again")
     ended_as_nan = outcome.cause or "its loss was not finite" if outcome.kind is OutcomeKind.NAN else ""

@@ -53,19 +53,16 @@ class ProofRow:
     tolerance: float | Mapping[str, float] | None = None
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values."""
         return dataclasses.asdict(self)
 
 
-def plan_proofs(
-    candidates: Sequence[Candidate], *, steps: int, runs: str, most: int, inductor: bool = False
-) -> list[Reduced]:
-    """The reduced recipes to compare with one process; see `reduce_all`.
+def plan_proofs(candidates: Sequence[Candidate], **given: Any) -> list[Reduced]:
+    """The reduced recipes to compare with one process; arguments as of `reduce_all`.
 
     Raises:
         ConfigError: no recipe can be reduced.
     """
-    cases = reduce_all(candidates, steps=steps, runs=runs, most=most, inductor=inductor, alike=True)
+    cases = reduce_all(candidates, alike=True, **given)
     errors = [case.error for case in cases if case.error is not None]
     if errors and len(errors) == len(cases):
         raise errors[0]
@@ -101,8 +98,7 @@ class Prover:
                 self._traces[key] = self._train(recipe)
             except TitanlabError as error:
                 self._traces[key] = error
-        outcome = self._traces[key]
-        if isinstance(outcome, TitanlabError):
+        if isinstance(outcome := self._traces[key], TitanlabError):
             raise outcome
         return outcome
 
@@ -220,7 +216,6 @@ class Result:
     missing: tuple[str, ...] = ()
 
     def to_mapping(self) -> dict[str, Any]:
-        """Plain values."""
         return dataclasses.asdict(self)
 
 

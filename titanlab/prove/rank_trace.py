@@ -15,7 +15,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from titanlab.costs import BLOCKS
 from titanlab.distributed import World, axis_groups, build_mesh, traced
@@ -54,49 +53,39 @@ def fake_world(rank: int, ranks: int, *, nccl: bool) -> Iterator[tuple[World, Fa
 Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
 
-class SavedBytes:
-    """Measures the first microbatch of each block.
+def watch_saved_bytes(blocks: Mapping[int, nn.Module]) -> dict[int, int]:
+    """Measure the first microbatch of each block: a mapping that gets a block's bytes when its backward begins.
 
     Hooks on saved tensors do not see tensors that selective checkpointing keeps. So this counts storages: those that a
     block's forward has made, and the block's input, if they still exist when its backward begins. The block's output is
     the next block's input. FSDP's gathers run outside: before the hooks here, and after them.
     """
+    saved: dict[int, int] = {}
 
-    def __init__(self, blocks: Mapping[int, nn.Module]) -> None:
-        self.by_block: dict[int, int] = {}
-        self._made: _Made | None = None
-        self._input: weakref.ref[torch.UntypedStorage] | None = None
-        self._handles: dict[int, list[RemovableHandle]] = {
-            number: [
-                block.register_forward_pre_hook(lambda _, inputs: self._begin(inputs)),
-                block.register_forward_hook(
-                    lambda _, __, output, number=number: self._end(number, output), prepend=True
-                ),
-            ]
-            for number, block in blocks.items()
-        }
+    def watch(number: int, block: nn.Module) -> None:
+        made = _Made()
+        kept: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def _begin(self, inputs: tuple[Any, ...]) -> None:
-        self._input = weakref.ref(inputs[0].untyped_storage())
-        self._made = _Made()
-        self._made.__enter__()  # type: ignore[no-untyped-call]
+        def begin(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            kept.append(weakref.ref(inputs[0].untyped_storage()))
+            made.__enter__()  # type: ignore[no-untyped-call]
 
-    def _end(self, number: int, output: Tensor) -> None:
-        made, input_storage = self._made, self._input
-        assert made is not None
-        assert input_storage is not None
-        made.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._made = self._input = None
-        for handle in self._handles.pop(number):
-            handle.remove()
-        made.storages.pop(output.untyped_storage()._cdata, None)
-        storages = [*made.storages.values(), input_storage]
+        def end(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+            made.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            before.remove()
+            after.remove()
+            made.storages.pop(output.untyped_storage()._cdata, None)
+            kept.extend(made.storages.values())
+            output.register_hook(count)
 
         def count(_: Tensor) -> None:
-            self.by_block[number] = sum(storage.nbytes() for ref in storages if (storage := ref()) is not None)
+            saved[number] = sum(storage.nbytes() for ref in kept if (storage := ref()) is not None)
 
-        # Called when the block's backward begins.
-        output.register_hook(count)
+        before, after = block.register_forward_pre_hook(begin), block.register_forward_hook(end, prepend=True)
+
+    for number, block in blocks.items():
+        watch(number, block)
+    return saved
 
 
 class _Made(TorchDispatchMode):
@@ -139,7 +128,7 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
         assembled = assemble(recipe, world, mesh)
         parameters = {plain_name(name): parameter for name, parameter in assembled.model.named_parameters()}
         blocks = dict(assembled.model.named_children()).get(BLOCKS, nn.Module())
-        saved = SavedBytes({int(name): block for name, block in blocks.named_children()})
+        saved = watch_saved_bytes({int(name): block for name, block in blocks.named_children()})
         axes = axis_groups(mesh)
         with mode:
             optimizer = recipe.optimizer.implementation().build(parameters)
@@ -166,7 +155,7 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
             parameters=sum(parameter.numel() for parameter in parameters.values()),
             parameter_bytes=_bytes(parameters.values()),
             optimizer_bytes=_bytes(value for value in kept if isinstance(value, Tensor)),
-            saved=saved.by_block,
+            saved=saved,
             traffic=tuple(step.rows()),
             update_traffic=tuple(update.rows()),
         )

@@ -35,7 +35,7 @@ from titanlab.techniques.tracker.trackers_schema import Jsonl
 
 MOST_PROCESSES = 16
 # The degree to which a larger one is folded: an axis works with two ranks as with many.
-FOLDED = 2
+_FOLDED = 2
 # Pipelines and tensor parallelism come first: most of what can go wrong needs them, alone or with another axis.
 _ORDER = ("pipeline", "tensor", "context", "shard", "replicate")
 
@@ -57,7 +57,7 @@ def folded(layout: Layout, *, most: int = MOST_PROCESSES, fixed: Mapping[str, st
     fixed = fixed or {}
     degrees = layout.degrees()
     least = {
-        axis: degrees[axis] if axis in fixed else min(degrees[axis], FOLDED) for axis in _ORDER if degrees[axis] > 1
+        axis: degrees[axis] if axis in fixed else min(degrees[axis], _FOLDED) for axis in _ORDER if degrees[axis] > 1
     }
     for axis, degree in least.items():
         if degree > most:
@@ -96,16 +96,11 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Folded:
-    """A resolved recipe, and a layout of few processes in which it is reduced.
-
-    Attributes:
-        inductor: keep the compiler of compiled blocks; otherwise they are traced and compiled without new kernels.
-    """
+    """A resolved recipe, and a layout of few processes in which it is reduced."""
 
     run: str
     recipe: Recipe
     layout: Layout
-    inductor: bool = False
 
     @property
     def label(self) -> str:
@@ -122,31 +117,36 @@ class Folded:
     @property
     def microbatches(self) -> int:
         """Microbatches of a step: as many as the schedule needs, at most as many as in the real size."""
+        ranks, schedule = self.layout.pipeline, self.recipe.schedule
         real: int = self.recipe.microbatches
-        ranks = self.layout.pipeline
         if ranks == 1:
             return min(real, 2)
-        if self.recipe.schedule.fixed_size() is not None:
+        if schedule.fixed_size() is not None:
             return real
         most = min(real, 2 * ranks)
         for count in (*range(most, 4 * ranks + 1), *range(most, 0, -1)):
             with contextlib.suppress(ConfigError):
-                self.recipe.schedule.check_pipeline(ranks=ranks, microbatches=count)
-                self.recipe.schedule.actions(ranks=ranks, microbatches=count)
+                schedule.check_pipeline(ranks=ranks, microbatches=count)
+                schedule.actions(ranks=ranks, microbatches=count)
                 return int(count)
         return most
 
+    @property
+    def unit(self) -> int:
+        """A number that divides the rows of every process's part of a matrix."""
+        precision = self.recipe.precision
+        shards = self.layout.fsdp if precision.float8_gathered(self.recipe.model.account()) else 1
+        return math.lcm(2, precision.multiple, shards)
 
-def fold_recipe(run: str, recipe: Recipe, *, most: int, inductor: bool = False) -> list[Folded]:
-    """A resolved recipe in layouts of at most `most` processes, in which every axis is exercised.
-
-    Raises:
-        ConfigError: an axis cannot be folded.
-    """
-    schedule = recipe.schedule
-    fixed = {"pipeline": f"schedule={schedule.kind} is for so many ranks"} if schedule.fixed_size() is not None else {}
-    layouts = folded(recipe.layout, most=most, fixed=fixed)
-    return [Folded(run=run, recipe=recipe, layout=layout, inductor=inductor) for layout in layouts]
+    @property
+    def layers(self) -> int:
+        """One block for each stage; two for few stages, so that a stage has consecutive blocks."""
+        ranks, schedule = self.layout.pipeline, self.recipe.schedule
+        stages = 1 if ranks == 1 else len(schedule.placement(ranks=ranks))
+        if stages > _MOST_LAYERS:
+            rule = f"makes {stages} stages of {ranks} ranks, each of which needs a block"
+            raise ConfigError("schedule", schedule.kind, rule, "prove it with fewer stages a rank")
+        return 2 * stages if stages <= 2 else stages
 
 
 def common_sizes(group: Sequence[Folded]) -> Sizes:
@@ -162,71 +162,42 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
     kv_heads = tensor * (2 if max(own_heads) >= 2 else 1)
     shared = account.heads // account.kv_heads
     heads = kv_heads * (shared if shared <= 2 else 4 if kv_heads <= 2 else 2)
-    units = [_unit(case) for case in group]
 
     def fits(head_dim: int) -> bool:
         width = heads * head_dim
         return width >= _LEAST_WIDTH and all(
-            kv_heads // case.layout.tensor * head_dim % unit == 0
-            and (case.layout.tensor == 1 or width % (case.layout.fsdp * unit) == 0)
-            for case, unit in zip(group, units, strict=True)
+            kv_heads // case.layout.tensor * head_dim % case.unit == 0
+            and (case.layout.tensor == 1 or width % (case.layout.fsdp * case.unit) == 0)
+            for case in group
         )
 
     head_dim = next((dim for dim in range(_LEAST_HEAD, _MOST_HEAD + 1, 2) if fits(dim)), None)
-    unit = math.lcm(*(unit * case.layout.tensor * case.layout.fsdp for case, unit in zip(group, units, strict=True)))
     if head_dim is None:
         rule = "has no small head that all these layouts can cut"
         raise ConfigError("model", group[0].recipe.model.kind, rule, "prove fewer of them at once")
+    unit = math.lcm(*(case.unit * case.layout.tensor * case.layout.fsdp for case in group))
+    # Rows of the embedding; divisible by the degree of tensor parallelism only if the original's are.
+    rows = -(-_VOCABULARY // unit) * unit
+    accounts = [(case.recipe.precision, case.recipe.model.account()) for case in group]
+    converts_head = any(own.pieces and own.pieces[-1] in precision.products(own) for precision, own in accounts)
+    if not converts_head and any(case.recipe.model.vocab_size % case.recipe.layout.tensor for case in group):
+        rows += 1
     sizes = ReducedSizes(
-        layers=max(_layers(case) for case in group),
+        layers=max(case.layers for case in group),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         ffn_dim=-(-2 * heads * head_dim // unit) * unit,
-        vocab_size=_vocabulary(group, unit),
-        unit=math.lcm(*units, *(case.layout.fsdp for case in group)),
+        vocab_size=rows,
+        unit=math.lcm(*(case.unit for case in group), *(case.layout.fsdp for case in group)),
     )
     # Two chunks for each context-parallel process, and equal parts for tensor parallelism.
-    chunk = math.lcm(
-        *(2 * case.layout.context for case in group),
-        *(case.layout.context * case.layout.tensor for case in group),
-        *(case.layout.context * case.recipe.precision.multiple for case in group),
-    )
+    parts = [(2, case.layout.tensor, case.recipe.precision.multiple) for case in group]
+    chunk = math.lcm(*(case.layout.context * math.lcm(*part) for case, part in zip(group, parts, strict=True)))
     batch = math.lcm(*(case.layout.data * case.microbatches for case in group))
     # At least four: four sequences in a row have different numbers of valid labels.
     batch *= max(1, 4 // batch)
     return Sizes(model=sizes, seq_len=-(-_LEAST_SEQUENCE // chunk) * chunk, global_batch=batch)
-
-
-def _unit(case: Folded) -> int:
-    """A number that divides the rows of every process's part of a matrix."""
-    precision = case.recipe.precision
-    multiple = math.lcm(2, precision.multiple)
-    if precision.float8_gathered(case.recipe.model.account()):
-        return math.lcm(multiple, case.layout.fsdp)
-    return multiple
-
-
-def _layers(case: Folded) -> int:
-    """One block for each stage; two for few stages, so that a stage has consecutive blocks."""
-    if case.layout.pipeline == 1:
-        return 2
-    stages = len(case.recipe.schedule.placement(ranks=case.layout.pipeline))
-    if stages > _MOST_LAYERS:
-        rule = f"makes {stages} stages of {case.layout.pipeline} ranks, each of which needs a block"
-        raise ConfigError("schedule", case.recipe.schedule.kind, rule, "prove it with fewer stages a rank")
-    return 2 * stages if stages <= 2 else stages
-
-
-def _vocabulary(group: Sequence[Folded], unit: int) -> int:
-    """Rows of the embedding; divisible by the degree of tensor parallelism only if the original's are."""
-    rows = -(-_VOCABULARY // unit) * unit
-    uneven = any(case.recipe.model.vocab_size % case.recipe.layout.tensor for case in group)
-    accounts = [(case.recipe.precision, case.recipe.model.account()) for case in group]
-    converts_head = any(
-        account.pieces and account.pieces[-1] in precision.products(account) for precision, account in accounts
-    )
-    return rows + 1 if uneven and not converts_head else rows
 
 
 # A model without a reduced form is used unchanged if it has at most this many parameters.
@@ -279,39 +250,40 @@ def reduce_all(
     """Fold and reduce recipes; a recipe whose axes do not fit into one layout of `most` processes gets several.
 
     Args:
-        inductor: keep inductor, which writes and compiles kernels.
+        inductor: keep inductor, which writes and compiles kernels; otherwise compiled parts are traced only.
         alike: recipes that train the same model on the same data get the same sizes, if there are such sizes.
-        saves: save and validate if the originals do.
+        saves: save and validate in the second step if the originals do; otherwise do neither.
     """
     cases: list[Reduced] = []
     groups: dict[str, list[Folded]] = {}
     for candidate in candidates:
-        key = json.dumps(comparable(candidate.recipe), sort_keys=True, default=str)
+        run, recipe = candidate.run, candidate.recipe
+        key, schedule = json.dumps(comparable(recipe), sort_keys=True, default=str), recipe.schedule
+        is_fixed = schedule.fixed_size() is not None
+        fixed = {"pipeline": f"schedule={schedule.kind} is for so many ranks"} if is_fixed else {}
         try:
-            for folded in fold_recipe(candidate.run, candidate.recipe, most=most, inductor=inductor):
-                groups.setdefault(key if alike else f"{candidate.run} {folded.layout}", []).append(folded)
+            for layout in folded(recipe.layout, most=most, fixed=fixed):
+                case = Folded(run=run, recipe=recipe, layout=layout)
+                groups.setdefault(key if alike else f"{run} {layout}", []).append(case)
         except ConfigError as error:
-            cases.append(Reduced(run=candidate.run, layout=candidate.recipe.layout.label, error=error))
+            cases.append(Reduced(run=run, layout=recipe.layout.label, error=error))
     for group in groups.values():
         try:
             shared = common_sizes(group)
         except ConfigError:
             shared = None
-        for folded in group:
+        for case in group:
             try:
-                sizes = shared or common_sizes([folded])
-                cases.append(reduce_recipe(folded, sizes, steps=steps, runs=runs, saves=saves))
+                sizes = shared or common_sizes([case])
+                cases.append(_reduce(case, sizes, steps=steps, runs=runs, inductor=inductor, saves=saves))
             except ConfigError as error:
-                cases.append(Reduced(run=folded.run, layout=folded.label, error=error))
+                cases.append(Reduced(run=case.run, layout=case.label, error=error))
     order = {candidate.run: number for number, candidate in enumerate(candidates)}
     return sorted(cases, key=lambda case: order[case.run])
 
 
-def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: bool = False) -> Reduced:
+def _reduce(case: Folded, sizes: Sizes, *, steps: int, runs: str, inductor: bool, saves: bool) -> Reduced:
     """The recipe in these sizes.
-
-    Args:
-        saves: save and validate if the original does, in the second step; otherwise do neither.
 
     Raises:
         ConfigError: it cannot be reduced.
@@ -337,8 +309,16 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         check_every=0,
         on_nan="stop",
         step_timeout_seconds=120.0,
-        first_step_timeout_seconds=600.0 if case.inductor else 300.0,
+        first_step_timeout_seconds=600.0 if inductor else 300.0,
     )
+    for name, note in (
+        ("async_tensor", "needs GPUs: the same collectives, not interleaved with products"),
+        ("symmetric_memory", "needs GPUs: the same collectives in other memory"),
+        ("split", "is for the real number of layers: stages are balanced"),
+    ):
+        if getattr(recipe.parallelism, name):
+            notes.append(f"parallelism.{name} {note}")
+    parallelism = replace(recipe.parallelism, async_tensor=False, symmetric_memory=False, split=None)
     data = Synthetic(vocab_size=model.vocab_size, gaps=True)
     if recipe.data.document_mask:
         # A few documents in each sequence: some of one token, some cut by the sequence's end.
@@ -354,10 +334,10 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         init_from=None,
         training=training,
         model=model,
-        parallelism=_parallelism(case, notes),
+        parallelism=parallelism.with_degrees(layout.degrees()),
         precision=recipe.precision.reduced(layers=model.account().layers, note=notes.append),
         ac=recipe.ac.reduced(note=notes.append),
-        compile=_compiled(case, notes),
+        compile=_compiled(recipe.compile, notes, inductor=inductor),
         optimizer=replace(optimizer, lr=_RATE, schedule=replace(optimizer.schedule, warmup_steps=min(1, steps - 1))),
         data=data,
         checkpoint=_checkpoint(recipe, notes) if saves else NoCheckpoints(),
@@ -371,16 +351,9 @@ def reduce_recipe(case: Folded, sizes: Sizes, *, steps: int, runs: str, saves: b
         check(made)
     except ConfigError as error:
         rule = f"cannot be reduced to {layout.label}: {error.problem}"
-        raise ConfigError(
-            "recipe", case.run, rule, "prove it in its own size: titanlab train, with few steps"
-        ) from error
-    return Reduced(
-        run=case.run,
-        layout=case.label,
-        missing=case.missing,
-        recipe=made,
-        notes=tuple(notes),
-    )
+        cure = "prove it in its own size: titanlab train, with few steps"
+        raise ConfigError("recipe", case.run, rule, cure) from error
+    return Reduced(run=case.run, layout=case.label, missing=case.missing, recipe=made, notes=tuple(notes))
 
 
 def in_fp32(recipe: Recipe) -> Recipe:
@@ -446,24 +419,11 @@ def _model(recipe: Recipe, sizes: Sizes, notes: list[str]) -> ModelConfig:
     return reduced
 
 
-def _parallelism(case: Folded, notes: list[str]) -> Parallelism:
-    config = case.recipe.parallelism
-    if config.async_tensor:
-        notes.append("parallelism.async_tensor needs GPUs: the same collectives, not interleaved with products")
-    if config.symmetric_memory:
-        notes.append("parallelism.symmetric_memory needs GPUs: the same collectives in other memory")
-    if config.split is not None:
-        notes.append("parallelism.split is for the real number of layers: stages are balanced")
-    plain = replace(config, async_tensor=False, symmetric_memory=False, split=None)
-    return plain.with_degrees(case.layout.degrees())
-
-
-def _compiled(case: Folded, notes: list[str]) -> Compile:
-    config = case.recipe.compile
+def _compiled(config: Compile, notes: list[str], *, inductor: bool) -> Compile:
     if not config.compiles:
         return config
     backend, mode = config.backend, config.mode
-    if backend == "cudagraphs" or (backend == "inductor" and not case.inductor):
+    if backend == "cudagraphs" or (backend == "inductor" and not inductor):
         notes.append(f"compile.backend={backend}: traced and compiled by aot_eager, without new kernels")
         backend = "aot_eager"
     if mode in RECORDING or backend != "inductor":

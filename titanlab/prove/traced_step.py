@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
-from titanlab.costs import AXES, TrafficRow
+from titanlab.costs import AXES
 from titanlab.errors import ConfigError
 from titanlab.prove.declared import RankAccount, declared
 from titanlab.recipe import Recipe, check_all_but_data
@@ -50,67 +52,54 @@ class TraceComparison:
     notes: Sequence[str]
     pairs: Sequence[tuple[RankAccount, RankAccount]]
 
-    @property
+    @functools.cached_property
     def items(self) -> list[DeclaredFigure]:
         """All figures, by rank."""
         return [
             DeclaredFigure(rank=traced.rank, name=name, declared=expected, traced=actual)
             for declared, traced in self.pairs
-            for name, expected, actual in (
-                ("parameters of its stages", declared.parameters, traced.parameters),
-                ("parameter bytes", declared.parameter_bytes, traced.parameter_bytes),
-                ("optimizer bytes", declared.optimizer_bytes, traced.optimizer_bytes),
-                *_saved_figures(declared.saved, traced.saved),
-                *_traffic_figures(declared.traffic, traced.traffic),
-            )
+            for name, (expected, actual) in _figures(declared, traced).items()
         ]
 
     @property
     def differing(self) -> list[DeclaredFigure]:
-        """The figures that differ."""
         return [item for item in self.items if item.difference]
 
 
-def _saved_figures(declared: Mapping[int, int], traced: Mapping[int, int]) -> Iterator[tuple[str, int, int]]:
-    """One row for neighbouring blocks with the same figures."""
-    numbers = sorted({*declared, *traced})
-    figures = {number: (declared.get(number, 0), traced.get(number, 0)) for number in numbers}
-    start = 0
-    for place, number in enumerate(numbers):
-        follows = numbers[place + 1] if place + 1 < len(numbers) else None
-        if follows == number + 1 and figures[follows] == figures[number]:
-            continue
-        first = numbers[start]
-        start = place + 1
-        name = f"block {first}" if first == number else f"each of blocks {first} to {number}"
-        yield f"{name}: saved bytes", *figures[number]
-
-
-def _traffic_figures(declared: Sequence[TrafficRow], traced: Sequence[TrafficRow]) -> Iterator[tuple[str, int, int]]:
-    by_kind = [{(row.axis, row.kind): row for row in rows} for rows in (declared, traced)]
-    for axis, kind in dict.fromkeys((*by_kind[0], *by_kind[1])):
-        rows = [rows.get((axis, kind)) for rows in by_kind]
+def _figures(declared: RankAccount, traced: RankAccount) -> dict[str, tuple[int, int]]:
+    """The figures of both accounts of a rank, by name; neighbouring blocks with the same figures have one name."""
+    found = {
+        "parameters of its stages": (declared.parameters, traced.parameters),
+        "parameter bytes": (declared.parameter_bytes, traced.parameter_bytes),
+        "optimizer bytes": (declared.optimizer_bytes, traced.optimizer_bytes),
+    }
+    blocks: list[tuple[int, int, tuple[int, int]]] = []
+    for number in sorted({*declared.saved, *traced.saved}):
+        saved, first = (declared.saved.get(number, 0), traced.saved.get(number, 0)), number
+        if blocks and blocks[-1][1:] == (number - 1, saved):
+            first = blocks.pop()[0]
+        blocks.append((first, number, saved))
+    for first, last, saved in blocks:
+        name = f"block {first}" if first == last else f"each of blocks {first} to {last}"
+        found[f"{name}: saved bytes"] = saved
+    ours, theirs = ({(row.axis, row.kind): row for row in account.traffic} for account in (declared, traced))
+    for axis, kind in dict.fromkeys((*ours, *theirs)):
         for figure in ("count", "bytes"):
-            expected, actual = (0 if row is None else getattr(row, figure) for row in rows)
-            yield f"{axis} {kind} {figure}", expected, actual
+            expected, actual = (getattr(rows.get((axis, kind)), figure, 0) for rows in (ours, theirs))
+            found[f"{axis} {kind} {figure}"] = expected, actual
+    return found
 
 
 def comparison_rows(items: Sequence[DeclaredFigure]) -> list[list[str]]:
     """A row of text for each figure."""
-    return [
-        [
-            str(item.rank),
-            item.name,
-            f"{item.declared:,}",
-            f"{item.traced:,}",
-            f"{item.difference:+,}" if item.difference else "0",
-        ]
-        for item in items
-    ]
+    rows = []
+    for item in items:
+        difference = f"{item.difference:+,}" if item.difference else "0"
+        rows.append([str(item.rank), item.name, f"{item.declared:,}", f"{item.traced:,}", difference])
+    return rows
 
 
 def comparison_values(comparison: TraceComparison) -> dict[str, Any]:
-    """The comparison as plain values."""
     return {
         "layout": comparison.recipe.layout.label,
         "notes": list(comparison.notes),
@@ -196,9 +185,8 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
         raise ConfigError("parallelism.cpu_offload", True, rule, "try parallelism.cpu_offload=false")
     if recipe.layout.data_parallelism(mixed=recipe.precision.formats().mixed) == "ddp":
         rule = "is DDP in this precision, which reads the values of parameters, and a trace has none"
-        raise ConfigError(
-            "parallelism.replicate", recipe.layout.replicate, rule, "try parallelism.shard, or precision=bf16"
-        )
+        cure = "try parallelism.shard, or precision=bf16"
+        raise ConfigError("parallelism.replicate", recipe.layout.replicate, rule, cure)
     if recipe.compile.compiles:
         parts = [name for name, on in (("block", recipe.compile.blocks), ("loss", recipe.compile.loss)) if on]
         notes.append(f"compile={'+'.join(parts)} is traced in eager mode")
@@ -206,15 +194,15 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
             notes.append(f"ac={recipe.ac.kind} is the compiler's: blocks keep all activations in the trace")
             recipe = replace(recipe, ac=NoCheckpointing())
         recipe = replace(recipe, compile=Compile())
+    parallelism = recipe.parallelism
     if recipe.data.document_mask:
         notes.append("data.document_mask=true: attention is traced over whole sequences")
-    if recipe.parallelism.async_tensor:
+    if parallelism.async_tensor:
         notes.append("AsyncTP communicates the same bytes in pieces: traced as one collective each")
-    if recipe.parallelism.symmetric_memory:
+    if parallelism.symmetric_memory:
         notes.append("parallelism.symmetric_memory is memory of NCCL: the same bytes are traced in other memory")
-    plain = replace(recipe.parallelism, async_tensor=False, symmetric_memory=False)
-    recipe = replace(recipe, parallelism=plain)
-    recipe = replace(recipe, precision=recipe.precision.emulated())
+    parallelism = replace(parallelism, async_tensor=False, symmetric_memory=False)
+    recipe = replace(recipe, parallelism=parallelism, precision=recipe.precision.emulated())
     if is_gpu and recipe.model.attention not in ("auto", "math"):
         recipe = replace(recipe, model=replace(recipe.model, attention="auto"))
     # The smallest number of microbatches that the recipe may have: more would repeat the same.
@@ -223,10 +211,8 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
         batch = fewer * recipe.microbatch * recipe.layout.data
         training = replace(recipe.training, global_batch=batch, microbatch=recipe.microbatch)
         small = replace(recipe, training=training)
-        try:
+        with contextlib.suppress(ConfigError):
             check_all_but_data(small)
-        except ConfigError:
-            continue
-        notes.append(f"{fewer} of {count} microbatches are traced, and the declarations are of such a step")
-        return small, tuple(notes)
+            notes.append(f"{fewer} of {count} microbatches are traced, and the declarations are of such a step")
+            return small, tuple(notes)
     return recipe, tuple(notes)

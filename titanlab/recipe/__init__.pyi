@@ -10,6 +10,7 @@ from .compose import to_recipe as to_recipe
 from .flags import Flags as Flags
 from .flags import read_flags as read_flags
 from .hydra_errors import ARGUMENTS as ARGUMENTS
+from .hydra_errors import HELP as HELP
 from .hydra_errors import composition_errors as composition_errors
 from .hydra_errors import value_error as value_error
 from .hydra_internal import VERSION_BASE as VERSION_BASE
@@ -23,7 +24,7 @@ from .keys import as_typed as as_typed
 from .keys import find_key as find_key
 from .keys import known_keys as known_keys
 from .keys import unknown_key as unknown_key
-from .keys import with_combinations as with_combinations
+from .keys import with_combination as with_combination
 from .next_attempt import LAYOUT as LAYOUT
 from .next_attempt import adapted as adapted
 from .next_attempt import check_changeable as check_changeable

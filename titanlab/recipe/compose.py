@@ -28,11 +28,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.options import PLUS, Option, combination, conf_packages, contract_of, discover
+from titanlab.options import PLUS, combination, conf_packages, contract_of, discover
 from titanlab.recipe import hydra_internal, strangers
 from titanlab.recipe.flags import Flags
 from titanlab.recipe.hydra_errors import composition_errors
-from titanlab.recipe.keys import SweepSpace, as_typed, choice_of, unknown_key, with_combinations
+from titanlab.recipe.keys import SweepSpace, as_typed, choice_of, unknown_key, with_combination
 from titanlab.recipe.recipe import Recipe, schema_node
 
 # Hydra's grammar accepts only ASCII letters without quotes.
@@ -71,7 +71,7 @@ class Loader:
         self._hydra = _hydra_loader(flags)
         self._known_choices: Mapping[str, Any] = {}
         self._shared: Composed | None = None
-        self._is_group = functools.cache(self._find_group)
+        self._groups: dict[str, bool] = {}
         self._fills_own_group = functools.cache(self._has_own_keys_only)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
@@ -86,6 +86,26 @@ class Loader:
             return None
         with composition_errors(self.overrides, self._flags.values), self.answers_hydra(composed):
             return to_recipe(composed.config, composed.choices, self.config_name)
+
+    def text(self, kind: str, *, package: str | None, resolve: bool) -> str | None:
+        """The composed config as YAML, as Hydra's `--cfg` prints it; None: it has no such package.
+
+        Args:
+            kind: `job`, `hydra` or `all`.
+        """
+        composed = self.compose(())
+        config = composed.config if kind == "job" else composed.whole
+        if kind == "hydra":
+            config = OmegaConf.create({"hydra": config.hydra})
+            with read_write(config.hydra), open_dict(config.hydra):
+                del config.hydra["help"], config.hydra["hydra_help"]
+        with composition_errors(self.overrides, self._flags.values), self.answers_hydra(composed):
+            if package in (None, "_global_"):
+                return OmegaConf.to_yaml(config, resolve=resolve)
+            node = OmegaConf.select(config, str(package))
+            if not OmegaConf.is_config(node):
+                return None if node is None else f"{node}\n"
+            return f"# @package {package}\n{OmegaConf.to_yaml(node, resolve=resolve)}"
 
     @contextlib.contextmanager
     def answers_hydra(self, composed: Composed) -> Iterator[None]:
@@ -111,10 +131,11 @@ class Loader:
         """
         composed = self._shared
         if composed is None:
+            pairs = zip(self.overrides, self.parse(self.overrides), strict=True)
             composed = self._compose(
                 [
                     text
-                    for text, parsed in zip(self.overrides, self.parse(self.overrides), strict=True)
+                    for text, parsed in pairs
                     if parsed.is_hydra_override() or parsed.package is not None or self.is_group(parsed.key_or_group)
                 ]
             )
@@ -129,9 +150,29 @@ class Loader:
             self._shared = self._compose(self.overrides)
         return self._shared
 
+    def _compose(self, overrides: Sequence[str]) -> Composed:
+        with composition_errors(overrides, self._flags.values):
+            texts = [as_typed(with_combination(override)) for override in overrides]
+            whole = self._hydra.load_configuration(self.config_name, texts, run_mode=RunMode.RUN)
+
+            def used() -> list[str]:
+                listed = self._hydra.compute_defaults_list(self.config_name, texts, run_mode=RunMode.RUN)
+                return [str(default.config_path) for default in listed.defaults]
+
+            hydra_internal.check_hidden(whole.hydra.runtime.config_sources, used)
+        choices = {str(group): option for group, option in whole.hydra.runtime.choices.items()}
+        config = whole.copy()
+        with read_write(config), open_dict(config):
+            del config["hydra"]
+        asks_hydra = "${hydra:" in str(OmegaConf.to_container(config, resolve=False))
+        return Composed(config=config, whole=whole, choices=choices, asks_hydra=asks_hydra)
+
     def is_group(self, key: str) -> bool:
         """Whether a key chooses an option of a group."""
-        return "@" in key or "/" in key or self._is_group(key)
+        if key not in self._groups:
+            is_group = "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
+            self._groups[key] = is_group or "@" in key or "/" in key
+        return self._groups[key]
 
     def options(self, group: str) -> list[str]:
         """Names of a group's options."""
@@ -155,9 +196,6 @@ class Loader:
         """Whether an option sets keys of its own group only."""
         return "/" not in group and "@" not in group and self._fills_own_group(f"{group}/{option}")
 
-    def _find_group(self, key: str) -> bool:
-        return "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
-
     def _has_own_keys_only(self, path: str) -> bool:
         group = path.partition("/")[0]
         source = next((source for source in self._hydra.get_sources() if source.is_config(path)), None)
@@ -177,25 +215,6 @@ class Loader:
                 return False
         return True
 
-    def _compose(self, overrides: Sequence[str]) -> Composed:
-        with composition_errors(overrides, self._flags.values):
-            texts = list(map(as_typed, with_combinations(overrides)))
-            whole = self._hydra.load_configuration(self.config_name, texts, run_mode=RunMode.RUN)
-            hydra_internal.check_hidden(whole.hydra.runtime.config_sources, lambda: self._used(texts))
-        choices = OmegaConf.to_container(whole.hydra.runtime.choices)
-        assert isinstance(choices, dict)
-        by_group = {str(group): option for group, option in choices.items()}
-        config = whole.copy()
-        with read_write(config), open_dict(config):
-            del config["hydra"]
-        asks_hydra = "${hydra:" in str(OmegaConf.to_container(config, resolve=False))
-        return Composed(config=config, whole=whole, choices=by_group, asks_hydra=asks_hydra)
-
-    def _used(self, overrides: list[str]) -> list[str]:
-        """Paths of the configs of a composition."""
-        composed = self._hydra.compute_defaults_list(self.config_name, overrides, run_mode=RunMode.RUN)
-        return [str(default.config_path) for default in composed.defaults]
-
 
 def _hydra_loader(flags: Flags) -> ConfigLoader:
     """Hydra's loader with the folders that the flags name."""
@@ -203,38 +222,37 @@ def _hydra_loader(flags: Flags) -> ConfigLoader:
     added = flags.values["--config-dir"]
     if added is not None and not Path(added).is_dir():
         raise ConfigError("--config-dir", added, "is no folder", "give a folder of groups")
+    is_address = "://" in folder
+    start: Any = initialize if is_address else initialize_config_dir
+    place = folder if is_address else str(Path(folder).absolute())
     GlobalHydra.instance().clear()
-    with PackagesOnSearchPath.extended_by(added):
-        if "://" in folder:
-            context: Any = initialize(config_path=folder, job_name="titanlab", **hydra_internal.VERSION_BASE)
-        else:
-            context = initialize_config_dir(
-                str(Path(folder).absolute()), job_name="titanlab", **hydra_internal.VERSION_BASE
-            )
-    with context:
-        return GlobalHydra.instance().config_loader()
+    PackagesOnSearchPath.folder = added
+    try:
+        with start(place, job_name="titanlab", **hydra_internal.VERSION_BASE):
+            return GlobalHydra.instance().config_loader()
+    finally:
+        PackagesOnSearchPath.folder = None
 
 
 def override_text(key: str, value: Any) -> str:
     """`key=value` in Hydra's grammar of overrides."""
-    return f"{key}={_value_text(value)}"
 
+    def text(value: Any) -> str:
+        if value is None:
+            return "null"
+        if isinstance(value, bool):
+            return str(value).lower()
+        if isinstance(value, int | float):
+            return str(value)
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{text(key)}:{text(inner)}" for key, inner in value.items()) + "}"
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return "[" + ",".join(map(text, value)) + "]"
+        if _PLAIN.fullmatch(str(value)) and str(value).lower() not in _CONSTANTS:
+            return str(value)
+        return str(QuotedString(text=str(value), quote=Quote.single).with_quotes())
 
-def _value_text(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{_value_text(key)}:{_value_text(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ",".join(_value_text(inner) for inner in value) + "]"
-    text = str(value)
-    if _PLAIN.fullmatch(text) and text.lower() not in _CONSTANTS:
-        return text
-    return str(QuotedString(text=text, quote=Quote.single).with_quotes())
+    return f"{key}={text(value)}"
 
 
 def register() -> None:
@@ -268,82 +286,60 @@ def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) 
     if OmegaConf.get_type(config) is not Recipe:
         raise ConfigError("--config-name", name, "composes no recipe", "begin its defaults with recipe_schema")
     groups = discover()
-    for group, kinds in groups.items():
+    for group in groups:
         if group in config and not OmegaConf.is_missing(config, group):
-            _check_schema(OmegaConf.get_type(config, group), group, kinds, choices.get(group))
+            _check_schema(OmegaConf.get_type(config, group), group, choices.get(group))
     _check_keys(config, "")
     recipe: Recipe = OmegaConf.to_object(config)  # type: ignore[assignment]
-    for group, kinds in groups.items():
-        _check_kind(getattr(recipe, group, None), group, kinds)
+    for group in groups:
+        _check_kind(getattr(recipe, group, None), group)
     return recipe
 
 
-def to_group(node: DictConfig, group: str, kinds: Mapping[str | None, Option]) -> Any:
+def to_group(node: DictConfig, group: str) -> Any:
     """Convert the node of one group to the dataclass of its schema, with the errors of `to_recipe`."""
-    _check_schema(OmegaConf.get_type(node), group, kinds, None)
+    _check_schema(OmegaConf.get_type(node), group, None)
     _check_keys(node, f"{group}.")
     config = OmegaConf.to_object(node)
-    _check_kind(config, group, kinds)
+    _check_kind(config, group)
     return config
 
 
-class PackagesOnSearchPath(SearchPathPlugin):
-    """Adds the folders with which other packages extend titanlab's groups, and the folder of `--config-dir`."""
-
-    # A class attribute, because Hydra makes the plugin itself, without arguments.
-    _folder: ClassVar[str | None] = None
-
-    @classmethod
-    @contextlib.contextmanager
-    def extended_by(cls, folder: str | None) -> Iterator[None]:
-        """Append a folder to each search path that is made within the block."""
-        cls._folder = folder
-        try:
-            yield
-        finally:
-            cls._folder = None
-
-    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the folders after titanlab's own."""
-        for package in conf_packages():
-            search_path.append(provider=package, path=f"pkg://{package}")
-        if self._folder is not None:
-            search_path.append(provider="command-line", path=f"file://{Path(self._folder).absolute()}")
+def _kind_of(schema: type | None, group: str) -> tuple[bool, str | None]:
+    """Whether a group has a schema, which may combine several of its options; and the schema's kind."""
+    for option in discover()[group].values():
+        if option.schema is schema:
+            return True, option.kind
+    kind = getattr(schema, "kind", None)
+    several = combination(group, kind) if isinstance(kind, str) and PLUS in kind else None
+    return (True, kind) if several is not None and several.schema is schema else (False, None)
 
 
-def _check_schema(schema: type | None, group: str, kinds: Mapping[str | None, Option], choice: str | None) -> None:
+def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
     """Check that a group's value has one of the group's schemas, which have implementations."""
-    if schema not in [option.schema for option in kinds.values()] and not _is_combination(schema, group):
+    kinds = discover()[group]
+    if not _kind_of(schema, group)[0]:
         names = " or ".join(f"[{option.schema_name}, _self_]" for option in kinds.values())
-        raise ConfigError(
-            group, choice, "is made without a schema of this group", f"begin its YAML with defaults: {names}"
-        )
+        cure = f"begin its YAML with defaults: {names}"
+        raise ConfigError(group, choice, "is made without a schema of this group", cure)
     contract, bases = contract_of(group), () if schema is None else schema.__mro__
     if None not in kinds and contract not in [base.__module__ for base in bases]:
         # Only a package for another version of titanlab has such a config.
         rule = f"has a config ({schema.__module__}) that inherits from no class of {contract}"
         raise ConfigError(group, choice, rule, "use a version of its package for this titanlab; docs/extending.md")
-    if schema is not None and (lacking := sorted(getattr(schema, "__abstractmethods__", ()))):
+    if lacking := sorted(getattr(schema, "__abstractmethods__", ())):
         rule = f"has a config ({schema.__module__}) without {' and '.join(lacking)}, which {contract} asks for"
         raise ConfigError(group, choice, rule, "define what it lacks; docs/extending.md")
 
 
-def _is_combination(schema: type | None, group: str) -> bool:
-    """Whether a schema combines several options of a group."""
-    kind = getattr(schema, "kind", None)
-    several = combination(group, kind) if isinstance(kind, str) and PLUS in kind else None
-    return several is not None and several.schema is schema
-
-
-def _check_kind(config: Any, group: str, kinds: Mapping[str | None, Option]) -> None:
+def _check_kind(config: Any, group: str) -> None:
     """Check that a group's `kind` is its schema's: it only informs readers of a frozen recipe, selects nothing."""
-    expected = next((option.kind for option in kinds.values() if option.schema is type(config)), None)
-    if _is_combination(type(config), group):
-        expected = type(config).__dataclass_fields__["kind"].default
+    expected = _kind_of(type(config), group)[1]
+    if expected is not None and PLUS in expected:
         for field in dataclasses.fields(config)[1:]:
             part = getattr(config, field.name)
-            _check_schema(type(part), group, kinds, field.name)
-            _check_kind(part, group, kinds)
+            _check_schema(type(part), group, field.name)
+            _check_kind(part, group)
     kind = getattr(config, "kind", expected)
     if kind != expected:
         rule = f"says which schema the group has, and it has that of {expected}"
@@ -359,3 +355,16 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
         schema = None if OmegaConf.is_missing(node, name) else OmegaConf.get_type(node, name)
         if dataclasses.is_dataclass(schema):
             _check_keys(node[name], f"{prefix}{name}.")
+
+
+class PackagesOnSearchPath(SearchPathPlugin):
+    """Adds the folders with which other packages extend titanlab's groups, and the folder of `--config-dir`."""
+
+    # Class attribute: Hydra makes the plugin itself, without arguments.
+    folder: ClassVar[str | None] = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for package in conf_packages():
+            search_path.append(provider=package, path=f"pkg://{package}")
+        if self.folder is not None:
+            search_path.append(provider="command-line", path=f"file://{Path(self.folder).absolute()}")

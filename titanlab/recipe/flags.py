@@ -24,16 +24,19 @@ class Flags:
     Attributes:
         overrides: `key=value` and other overrides, in the given order.
         flags: all other arguments, in the given order.
-        values: the values of `--config-dir`, `--config-name` and `--config-path`, by flag.
+        options: the values of Hydra's own flags.
         answer: what Hydra prints in place of a run: help, hydra_help, cfg, info or shell_completion; None: nothing.
-        multirun: whether -m is given.
     """
 
     overrides: list[str]
     flags: list[str]
-    values: dict[str, str | None]
+    options: argparse.Namespace
     answer: str | None
-    multirun: bool
+
+    @property
+    def values(self) -> dict[str, str | None]:
+        """The values of `--config-dir`, `--config-name` and `--config-path`, by flag."""
+        return {f"--config-{name}": getattr(self.options, f"config_{name}") for name in ("dir", "name", "path")}
 
 
 def read_flags(arguments: Sequence[str]) -> Flags:
@@ -46,22 +49,27 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     try:
         options, unknown = flag_parser().parse_known_intermixed_args(list(arguments))
     except argparse.ArgumentError as error:
-        raise _bad_flag(error, arguments) from error
+        names = (error.argument_name or ARGUMENTS).split("/")
+        given = [place for place, argument in enumerate(arguments) if argument.partition("=")[0] in names]
+        value = ""
+        if given:
+            value = arguments[given[0]].partition("=")[2] or " ".join(arguments[given[0] + 1 : given[0] + 2])
+        raise ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), HELP) from error
     # argparse puts unknown arguments that begin with a dash here; overrides never begin with one.
     if unknown:
         raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", HELP)
     _check_together(options, arguments)
     strangers.check_overrides(options.overrides)
-    left, flags = list(options.overrides), list[str]()
+    left, flags, overrides = list(options.overrides), list[str](), list[str]()
     for argument in arguments:
         (left.remove if argument in left else flags.append)(argument)
-    return Flags(
-        overrides=[_with_home(override) for override in options.overrides],
-        flags=flags,
-        values={f"--config-{name}": getattr(options, f"config_{name}") for name in ("dir", "name", "path")},
-        answer=next((name for name in _ANSWERS if getattr(options, name)), None),
-        multirun=options.multirun,
-    )
+    for override in options.overrides:
+        # Not every shell replaces `~` by the home folder here, and Hydra rejects it.
+        key, equals, value = override.partition("=")
+        folder = home() if equals and (value == "~" or value.startswith("~/")) else None
+        overrides.append(override if folder is None else f"{key}={folder}{value[1:]}")
+    answer = next((name for name in _ANSWERS if getattr(options, name)), None)
+    return Flags(overrides=overrides, flags=flags, options=options, answer=answer)
 
 
 def _check_together(options: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -82,19 +90,3 @@ def _check_together(options: argparse.Namespace, arguments: Sequence[str]) -> No
     if len(modes) > 1:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in modes)
         raise ConfigError(ARGUMENTS, " ".join(arguments), f"{named} do not go together", "choose one of them")
-
-
-def _bad_flag(error: argparse.ArgumentError, arguments: Sequence[str]) -> ConfigError:
-    names = (error.argument_name or ARGUMENTS).split("/")
-    places = [place for place, argument in enumerate(arguments) if argument.partition("=")[0] in names]
-    place = places[0] if places else len(arguments)
-    value = arguments[place].partition("=")[2] if places and "=" in arguments[place] else ""
-    value = value or " ".join(arguments[place + 1 : place + 2])
-    return ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), HELP)
-
-
-def _with_home(override: str) -> str:
-    """The override with `~` replaced by the home folder: not every shell does this, and Hydra rejects `~`."""
-    key, equals, value = override.partition("=")
-    folder = home() if equals and (value == "~" or value.startswith("~/")) else None
-    return override if folder is None else f"{key}={folder}{value[1:]}"

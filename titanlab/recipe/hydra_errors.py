@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -44,6 +45,10 @@ _MOST_SHOWN = 20
 _SWEEP = re.compile(r"[^\[{\"'(,]*[(,]")
 _FULL_KEY = re.compile(r"^\s+full_key: (\S+)$", re.MULTILINE)
 _KEY = re.compile(r"[+~]*[\w./@:-]+")
+ARGUMENTS = "arguments"
+"""The key of an error that concerns no single key."""
+COMPARE = "compare with `titanlab train --cfg job`"
+HELP = "see `titanlab train --help`"
 
 
 @contextlib.contextmanager
@@ -108,7 +113,7 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     named = re.match(r"In '([^']+)'", str(error)) if error.options is None else None
     file = None if named is None else named[1]
     if file is not None and PLUS in file:
-        # A list of options: `keys.with_combinations`.
+        # A list of options: `keys.with_combination`.
         options = sorted(str(kind) for kind in discover().get(group, {}))
     elif file is not None:
         return ConfigError(group, option, f"there is no such config, which {file} names", f"mend {file}.yaml")
@@ -158,11 +163,11 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
 
 def _unknown_key(key: str, value: object, values: Mapping[str, str]) -> ConfigError:
     group, _, rest = key.partition(".")
-    if group in combining_groups() and values.get(group, "").startswith("["):
-        for name in re.findall(r"\w+", values[group]):
-            if find_key(f"{group}.{rest}", None, kind=name) is not None:
-                rule = f"is a key of one of the chosen options, {name}"
-                return ConfigError(key, value, rule, f"try {group}.{name}.{rest}={value}")
+    chosen = values.get(group, "")
+    for name in re.findall(r"\w+", chosen) if group in combining_groups() and chosen.startswith("[") else ():
+        if find_key(f"{group}.{rest}", None, kind=name) is not None:
+            rule = f"is a key of one of the chosen options, {name}"
+            return ConfigError(key, value, rule, f"try {group}.{name}.{rest}={value}")
     for given, text in values.items():
         if key.startswith(f"{given}.") and text.startswith("{"):
             # A mapping, as in training={stepz:1}.
@@ -199,13 +204,6 @@ def _full_key(cause: OmegaConfBaseException, values: Mapping[str, str]) -> str:
     return next((name for name in values if name.endswith("." + key) or name.startswith(key + ".")), key)
 
 
-ARGUMENTS = "arguments"
-"""The key of an error that concerns no single key."""
-COMPARE = "compare with `titanlab train --cfg job`"
-HELP = "see `titanlab train --help`"
-_QUOTED = re.compile(r"'([^']*)'")
-
-
 def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
     """The ConfigError for a message of Hydra, given the `key=value` arguments."""
     culprit = _culprit(message, overrides)
@@ -225,8 +223,8 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
         return ConfigError(key, value, "is in the recipe already", f"try {bare}={value}")
     if message.startswith("Config group override must be a string"):
         # Hydra does not say which group.
-        for override in OverridesParser.create().parse_overrides(list(overrides)):
-            group, chosen = override.key_or_group, override.value()
+        for parsed in OverridesParser.create().parse_overrides(list(overrides)):
+            group, chosen = parsed.key_or_group, parsed.value()
             if (group in discover() or not group) and not isinstance(chosen, str | list):
                 cure = "`titanlab train --help` lists them"
                 return ConfigError(group or ARGUMENTS, chosen, "is no option of a group", cure)
@@ -234,8 +232,14 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
     if (misplaced := re.match(r"In '?([^':]+)'?: Override '(\S+) : (\S+)' is defined before", message)) is not None:
         cure = f"put what overrides at the end of the defaults of {misplaced[1]}.yaml"
         return ConfigError(f"override /{misplaced[2]}", misplaced[3], "comes before what it is to override", cure)
-    if (headless := _without_package(message, overrides)) is not None:
-        return headless
+    for override in overrides:
+        # A recipe without a package: Hydra puts its keys below the name of its group.
+        group, _, option = override.lstrip("+").partition("=")
+        first = group.partition("/")[0]
+        is_below = re.search(rf"full_key: {re.escape(first)}\b|@{re.escape(first)}\.", message) is not None
+        if is_below and "." not in group and first not in discover():
+            cure = f"make this the first line of {group}/{option}.yaml: # @package _global_"
+            return ConfigError(group, option, f"has its keys below {first}, which is no key of a recipe", cure)
     raised = r"In '([^']+)': Config(?:Key|Attribute)Error raised[^\n]*\n.*\n\s*full_key: (\S+)"
     if (unknown := re.match(raised, message)) is not None:
         file, name = unknown.groups()
@@ -258,35 +262,19 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
     return ConfigError(ARGUMENTS, " ".join(overrides), first_line(message), HELP)
 
 
-def _without_package(message: str, overrides: Sequence[str]) -> ConfigError | None:
-    """The error for a recipe without a package: Hydra puts its keys below the name of its group."""
-    for override in overrides:
-        group, _, option = override.lstrip("+").partition("=")
-        first = group.partition("/")[0]
-        if (
-            "." not in group
-            and first not in discover()
-            and re.search(rf"full_key: {re.escape(first)}\b|@{re.escape(first)}\.", message)
-        ):
-            cure = f"make this the first line of {group}/{option}.yaml: # @package _global_"
-            return ConfigError(group, option, f"has its keys below {first}, which is no key of a recipe", cure)
-    return None
-
-
 def _culprit(message: str, overrides: Sequence[str]) -> str:
     """The override that a message quotes; else one whose key or value the message quotes, or whose key it contains."""
-    quoted = _QUOTED.findall(message)
-    rules: tuple[Callable[[str, str], bool], ...] = (
-        lambda text, key: text in quoted or f"+{text}" in quoted,
-        lambda text, key: key in quoted or text.partition("=")[2] in quoted,
-        lambda text, key: re.search(rf"\b{re.escape(key)}\b", message) is not None,
+    quoted = re.findall(r"'([^']*)'", message)
+    given = [(text, text.partition("=")[0].lstrip("+~"), text.partition("=")[2]) for text in overrides]
+    given = [each for each in given if each[1]]
+    return next(
+        itertools.chain(
+            (text for text, _, _ in given if text in quoted or f"+{text}" in quoted),
+            (text for text, key, value in given if key in quoted or value in quoted),
+            (text for text, key, _ in given if re.search(rf"\b{re.escape(key)}\b", message)),
+        ),
+        "",
     )
-    for fits in rules:
-        for override in overrides:
-            key = override.partition("=")[0].lstrip("+~")
-            if key and fits(override, key):
-                return override
-    return ""
 
 
 def first_line(error: BaseException | str) -> str:

@@ -1,11 +1,8 @@
 """Uses of Hydra's private API, each with its reason. Written for Hydra 1.3 and 1.4.
 
 - The parser of Hydra's flags: only `hydra.main` uses it, but a mistake in a flag has to become a ConfigError.
-- The sources from which Hydra reads configs: a file is checked before it is used, and is read again only after a
-  change: a composition reads some forty. The classes have the names of Hydra's own, so that Hydra does not register
-  its own again and finds the source of schemas by its name.
-- In Hydra 1.3, the choices to which `${group}` in a defaults list can refer: collecting them takes half of the time of
-  a composition, and few lists refer to a choice.
+- The sources from which Hydra reads configs, because a file is checked before it is used. The classes have the names of
+  Hydra's own, so that Hydra does not register its own again and finds the source of schemas by its name.
 - The names of Hydra's own sweeper and launcher, and the conversion of one value of a sweep: there is no public way.
 
 Other modules use the public API only. Each part can go when Hydra makes the same function public.
@@ -17,14 +14,12 @@ import argparse
 import copy
 import functools
 import importlib.resources
-import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 from typing import Any
 
 import hydra
 import yaml
-from hydra._internal import defaults_list
 from hydra._internal.core_plugins import (
     file_config_source,
     importlib_resources_config_source,
@@ -53,9 +48,6 @@ VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.star
 _SCHEMA = "_schema"
 # Prefix of the `_target_` of Hydra's own sweeper and launcher.
 _OWN_PLUGINS = "hydra._internal.core_plugins.basic_"
-_hydras_choices = getattr(defaults_list, "_create_interpolation_map", None)
-# Configs that were read, by source, path and state of the file.
-_configs: dict[Hashable, ConfigResult] = {}
 
 
 def replace_sources() -> None:
@@ -64,8 +56,6 @@ def replace_sources() -> None:
     types["file"] = FileConfigSource
     types["pkg"] = ImportlibResourcesConfigSource
     types["structured"] = StructuredConfigSource
-    if _hydras_choices is not None:
-        defaults_list._create_interpolation_map = _choices_if_needed  # type: ignore[assignment]
 
 
 def flag_parser() -> argparse.ArgumentParser:
@@ -86,34 +76,17 @@ def is_hydras_own(target: str) -> bool:
     return target.startswith(_OWN_PLUGINS)
 
 
-def _choices_if_needed(overrides: Any, defaults: list[Any], self_added: bool) -> Any:  # noqa: FBT001 (Hydra's)
-    """The result of Hydra's function if a defaults list refers to a choice; else None, which is never read."""
-    refers = any(entry.is_interpolation() for entry in defaults if not (self_added and entry.is_self()))
-    return _hydras_choices(overrides, defaults, self_added) if refers and _hydras_choices is not None else None
-
-
 class FileConfigSource(file_config_source.FileConfigSource):
     """Folders of YAMLs, titanlab's and the user's."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The content of a file, which is checked."""
-        file = os.path.join(self.path, self._normalize_file_name(config_path))
-
-        def read() -> ConfigResult:
-            result = _read(self, config_path, Path(file))
-            group, _, option = config_path.removesuffix(".yaml").rpartition("/")
-            content = OmegaConf.to_container(result.config, resolve=False)
-            strangers.check_file(content, group, option, file)
-            strangers.check_settings(content, file)
-            _name_combinations(result.config)
-            return result
-
+        file = Path(self.path, self._normalize_file_name(config_path))
         # Hydra reports a missing file.
-        return _once(self, config_path, file, read) if os.path.exists(file) else super().load_config(config_path)
+        return _read(self, config_path, file) if file.exists() else super().load_config(config_path)
 
 
 class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
-    """Folders of YAMLs in packages. Reading one imports the package."""
+    """Folders of YAMLs in packages, which may be archives. Reading one imports the package."""
 
     def __init__(self, provider: str, path: str) -> None:
         # A package after --config-path is the user's own decision, and is not checked.
@@ -122,18 +95,36 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
         super().__init__(provider, path)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The content of a file."""
         file = importlib.resources.files(self.path).joinpath(self._normalize_file_name(config_path))
+        return _read(self, config_path, file)
 
-        def read() -> ConfigResult:
-            result = _read(self, config_path, file)
-            if self.provider != "hydra":
-                content = OmegaConf.to_container(result.config, resolve=False)
-                strangers.check_settings(content, f"{self.path}/{config_path}")
-            return result
 
-        # A package may be in an archive.
-        return _once(self, config_path, str(file), read) if isinstance(file, Path) else read()
+def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
+    """The content of a YAML: checked, with texts as typed and each list of options by its combination's name.
+
+    Raises:
+        ConfigError: it is not a mapping, too large, or has what no config may have.
+    """
+    group, _, option = config_path.removesuffix(".yaml").rpartition("/")
+    with file.open(encoding="utf-8") as stream:
+        text = stream.read()
+        strangers.check_size(text, file)
+        header = ConfigSource._get_header_dict(text[:512])
+        stream.seek(0)
+        package = (header["package"] or "_group_").replace("_group_", group.replace("/", "."))
+        values = load(stream, "" if package == "_global_" else package)
+    if not isinstance(values, dict | None):
+        raise ConfigError("file", file, "has no keys with values, as an option has", "write KEY: VALUE, a key a line")
+    values = values or {}
+    if source.provider != "hydra":
+        strangers.check_file(values, group, option, file)
+    for entry in values.get("defaults") or []:
+        for key, value in entry.items() if isinstance(entry, dict) else ():
+            # Hydra would merge the options of a list into one config.
+            if (chosen := str(key).split()[-1].lstrip("/")) in combining_groups():
+                entry[key] = choice_of(chosen, value) if isinstance(value, list) and value else value
+    where = f"{source.scheme()}://{source.path}"
+    return ConfigResult(config=OmegaConf.create(values), path=where, provider=source.provider, header=header)
 
 
 class StructuredConfigSource(structured_config_source.StructuredConfigSource):
@@ -147,11 +138,9 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
         return self
 
     def is_config(self, config_path: str) -> bool:
-        """Whether there is such a schema or combination."""
         return super().is_config(config_path) or _schema_at(config_path) is not None
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """The config of a schema or a combination."""
         node = _schema_at(config_path)
         if node is None:
             return super().load_config(config_path)
@@ -178,50 +167,6 @@ def _schema_at(config_path: str) -> Any:
 _schema = functools.cache(schema_node)
 
 
-def _once(source: ConfigSource, config_path: str, file: str, read: Callable[[], ConfigResult]) -> ConfigResult:
-    """A config that is read again only after a change; returns a copy, because Hydra merges other configs into it."""
-    state = os.stat(file)
-    # Values that change with the content, even if a person sets the file's time back.
-    key = (type(source), source.provider, file, state.st_dev, state.st_ino, state.st_ctime_ns, state.st_size)
-    if key not in _configs:
-        _configs[key] = read()
-    return copy.deepcopy(_configs[key])
-
-
-def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
-    """The content of a YAML.
-
-    Raises:
-        ConfigError: it is not a mapping, or too large.
-    """
-    with file.open(encoding="utf-8") as stream:
-        text = stream.read()
-        strangers.check_size(text, file)
-        header = ConfigSource._get_header_dict(text[:512])
-        stream.seek(0)
-        group = config_path.rpartition("/")[0].replace("/", ".")
-        package = (header["package"] or "_group_").replace("_group_", group)
-        values = load(stream, "" if package == "_global_" else package)
-    if not isinstance(values, dict | None):
-        raise ConfigError("file", file, "has no keys with values, as an option has", "write KEY: VALUE, a key a line")
-    where = f"{source.scheme()}://{source.path}"
-    return ConfigResult(config=OmegaConf.create(values or {}), path=where, provider=source.provider, header=header)
-
-
-def _name_combinations(config: Any) -> None:
-    """Replace each list of options in a file's defaults by the name of their combination, for groups with combinations.
-
-    Hydra would merge the options of a list into one config.
-    """
-    for entry in OmegaConf.select(config, "defaults") or []:
-        # Unresolved: a value may refer to another group's choice, which only Hydra knows.
-        options: Any = OmegaConf.to_container(entry, resolve=False) if OmegaConf.is_dict(entry) else {}
-        for key, value in options.items():
-            group = str(key).split()[-1].lstrip("/")
-            if isinstance(value, list) and group in combining_groups() and value:
-                entry[key] = choice_of(group, value)
-
-
 def check_hidden(sources: Iterable[Any], used: Callable[[], Iterable[str]]) -> None:
     """Check that no option of a composition hides a different one of its name in a later folder.
 
@@ -240,13 +185,16 @@ def check_hidden(sources: Iterable[Any], used: Callable[[], Iterable[str]]) -> N
         root: Any = Path(folder.path) if folder.scheme() == "file" else importlib.resources.files(folder.path)
         for file in root.glob("*/**/*.yaml") if isinstance(root, Path) else ():
             path = file.relative_to(root).with_suffix("").as_posix()
-            read = first.setdefault(path, folder)
-            if read is not folder and not path.startswith("hydra/") and _content(folder, path) != _content(read, path):
+            if first.setdefault(path, folder) is not folder and not path.startswith("hydra/"):
                 hidden.setdefault(path, folder)
     for path in used() if hidden else ():
-        if path in hidden:
+        if path in hidden and _content(hidden[path], path) != _content(first[path], path):
             group, _, option = path.partition("/")
-            rule = f"{_place(hidden[path])}/{path}.yaml is never read: {_place(first[path])} has an option of that name"
+            late, early = (
+                each.path if each.scheme() == "file" else f"the package {each.path}"
+                for each in (hidden[path], first[path])
+            )
+            rule = f"{late}/{path}.yaml is never read: {early} has an option of that name"
             renamed = PurePath(option).with_name(f"my_{PurePath(option).name}")
             raise ConfigError(group, option, rule, f"rename the file, and choose {group}={renamed}")
 
@@ -258,7 +206,3 @@ def _content(source: ConfigSource, path: str) -> object:
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError):
         return None
     return result.config, result.header
-
-
-def _place(source: ConfigSource) -> str:
-    return source.path if source.scheme() == "file" else f"the package {source.path}"

@@ -17,7 +17,7 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TextIO
 
@@ -138,13 +138,19 @@ def known_keys() -> list[Key]:
     return keys
 
 
+def _in_combination(name: str) -> tuple[str, str, str] | None:
+    """Group, option and key of `tracker.wandb.mode`: in a combination, each option has its keys under its own name."""
+    group, _, rest = name.partition(".")
+    kind, _, inner = rest.partition(".")
+    is_part = inner and group in combining_groups() and kind in discover().get(group, {})
+    return (group, kind, inner) if is_part else None
+
+
 def find_key(name: str, schema: type | None = None, *, kind: str | None = None) -> Key | None:
     """The key with this name, of options of this kind if a kind is given; preferably the key of the given schema."""
-    group, _, rest = name.partition(".")
-    if kind is None and group in combining_groups() and rest.partition(".")[0] in discover().get(group, {}):
-        # In a combination, each option has its keys under its own name: `tracker.wandb.mode`.
-        kind, _, rest = rest.partition(".")
-        name = f"{group}.{rest}"
+    if kind is None and (part := _in_combination(name)) is not None:
+        group, kind, inner = part
+        name = f"{group}.{inner}"
     keys = [key for key in known_keys() if key.name == name]
     if kind is not None:
         keys = [key for key in keys if key.option is not None and key.option.kind == kind]
@@ -157,21 +163,19 @@ def advice(name: str) -> str:
     if name in _TORCHTITAN:
         return f"torchtitan's {name} is {_TORCHTITAN[name]} here"
     keys = known_keys()
-    group, _, rest = name.partition(".")
-    kind, dot, end = rest.partition(".")
-    if dot and group in combining_groups() and kind in discover().get(group, {}):
+    if (part := _in_combination(name)) is not None:
+        group, kind, inner = part
         own = [key.name.partition(".")[2] for key in keys if key.option is not None and key.option.kind == kind]
-        near = difflib.get_close_matches(end, own, n=1)
+        near = difflib.get_close_matches(inner, own, n=1)
         return f"did you mean {group}.{kind}.{near[0]}?" if near else f"keys of {group}.{kind}: {', '.join(own)}"
     for key in keys:
         if key.name == name and key.option is not None and key.option.kind is not None:
             return f"it belongs to another {key.option.group}: try {key.option.group}={key.option.kind}"
-    within = name.rpartition(".")[0]
-    if any(key.name == within and typing.get_origin(key.declared) is dict for key in keys):
-        return f"new keys of {within} are added with a plus: +{name}=…"
+    group, _, end = name.rpartition(".")
+    if any(key.name == group and typing.get_origin(key.declared) is dict for key in keys):
+        return f"new keys of {group} are added with a plus: +{name}=…"
     # `group=kind` sets a kind, so no `group.kind` is suggested.
     names = [name for name in dict.fromkeys(key.name for key in keys) if not name.endswith(".kind")]
-    group, _, end = name.rpartition(".")
     siblings = [known.rpartition(".")[2] for known in names if group and known.rpartition(".")[0] == group]
     near = [known for known in names if known.endswith(f".{name}")]  # Users may remember only the end of a key.
     if len(near) > 1:
@@ -190,16 +194,15 @@ def advice(name: str) -> str:
 
 def unknown_key(key: str, value: object) -> ConfigError:
     """The error for a key that the recipe does not have."""
+    if key in _SPACE:
+        return ConfigError(key, value, "is a key of a sweep's file", f"add hydra/sweeper=space to have {key}")
+    if key.startswith("hydra.launcher."):
+        cure = "the group launch has these settings: launch=slurm launch.minutes=… (docs/clusters.md)"
+        return ConfigError(key, value, "is no key here: no launcher of Hydra's starts runs", cure)
     if key.partition(".")[0].partition("/")[0] == "hydra":
-        if key in _SPACE:
-            return ConfigError(key, value, "is a key of a sweep's file", f"add hydra/sweeper=space to have {key}")
-        if key.startswith("hydra.launcher."):
-            cure = "the group launch has these settings: launch=slurm launch.minutes=… (docs/clusters.md)"
-            return ConfigError(key, value, "is no key here: no launcher of Hydra's starts runs", cure)
         return ConfigError(key, value, "is no key of Hydra's", "see `titanlab train --cfg hydra`")
-    group, _, rest = key.partition(".")
-    kind, _, inner = rest.partition(".")
-    if group in combining_groups() and inner and find_key(key) is not None:
+    if (part := _in_combination(key)) is not None and find_key(key) is not None:
+        group, kind, inner = part
         rule = f"is a key only where a list of options is chosen that has {kind}"
         return ConfigError(key, value, rule, f"with {group}={kind} alone, write {group}.{inner}={value}")
     return ConfigError(key, value, "is no key of this recipe", advice(key))
@@ -208,27 +211,21 @@ def unknown_key(key: str, value: object) -> ConfigError:
 def _keys(schema: type, prefix: str, option: Option | None) -> Iterator[Key]:
     declared = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        name = prefix + field.name
-        inner: Any = declared[field.name]
-        yield Key(name=name, declared=inner, default=_default(field), option=option)
+        name, inner, default = prefix + field.name, declared[field.name], field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        text = None
+        if default is None or isinstance(default, bool):
+            text = "null" if default is None else str(default).lower()
+        elif isinstance(default, tuple):
+            text = f"[{','.join(map(str, default))}]"
+        # Do not suggest an empty text or `???` (OmegaConf's sign for a missing value).
+        elif isinstance(default, int | float | str) and default not in ("", "???"):
+            text = str(default)
+        yield Key(name=name, declared=inner, default=text, option=option)
         # Dataclasses in the recipe itself are groups; `known_keys` adds the keys of their options.
         if isinstance(inner, type) and dataclasses.is_dataclass(inner) and option is not None:
             yield from _keys(inner, f"{name}.", option)
-
-
-def _default(field: dataclasses.Field[Any]) -> str | None:
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    else:
-        value = field.default
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    # Do not suggest an empty text or `???` (OmegaConf's sign for a missing value).
-    return str(value) if isinstance(value, int | float | str) and value not in ("", "???") else None
 
 
 def _words(declared: Any) -> str:
@@ -242,11 +239,6 @@ def _words(declared: Any) -> str:
     return _WORDS.get(declared, "a value of the key's type")
 
 
-def with_combinations(overrides: Sequence[str]) -> list[str]:
-    """The overrides, with each list of a group's options replaced by the name of their combination."""
-    return list(map(_combined, overrides))
-
-
 def choice_of(group: str, value: Any) -> str:
     """The name of an option, or of the combination of a list of options."""
     if group in combining_groups() and isinstance(value, list) and value:
@@ -254,7 +246,8 @@ def choice_of(group: str, value: Any) -> str:
     return str(value)
 
 
-def _combined(text: str) -> str:
+def with_combination(text: str) -> str:
+    """The override, with a list of a group's options replaced by the name of their combination."""
     key, _, value = text.partition("=")
     group = key.lstrip("+")
     if not value.startswith("[") or group not in combining_groups():
@@ -322,10 +315,8 @@ def types_of(name: str) -> frozenset[Any]:
         # The name of an option.
         return frozenset([str])
     name = key if within == _SWEEPER else name
-    group, _, rest = name.partition(".")
-    kind, _, inner = rest.partition(".")
-    if inner and group in combining_groups() and kind in discover().get(group, {}):
-        name = f"{group}.{inner}"
+    if (part := _in_combination(name)) is not None:
+        name = f"{part[0]}.{part[2]}"
     known = _known(tuple(option.schema for kinds in discover().values() for option in kinds.values()))
     return known.get(name) or known.get(name.rpartition(".")[0], frozenset())
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,8 +172,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     groups = discover()
     options = {group: _option(group, content) for group, content in mapping.items() if group in groups}
     others = {key: value for key, value in mapping.items() if key not in groups}
-    with _told_in_one_line("", mapping):
-        merged: Any = OmegaConf.merge(schema_node(Recipe), OmegaConf.create(literal(others)))
+    merged = _merged(schema_node(Recipe), others, "")
     for item in dataclasses.fields(Recipe):
         if item.default is MISSING and item.name not in options:
             raise ConfigError(item.name, None, "is a group that every config has", _COMPARE)
@@ -189,43 +187,40 @@ def _option(group: str, content: Any) -> Any:
     kind = content.get("kind") if None not in kinds else None
     schema = schema_of(group, kind)
     known = schema, repr(content)
-    if known not in _OPTIONS:
-        with _told_in_one_line(group, content):
-            made = OmegaConf.to_object(
-                OmegaConf.merge(_schema_node(group, kind, content), OmegaConf.create(literal(content)))
-            )
-        for item in dataclasses.fields(schema):
-            default = getattr(made, item.name)
-            if item.name not in content and item.metadata.get("before", default) != default:
-                rule = f"is not in this config, and the default of this version, {default}, is another recipe"
-                raise ConfigError(f"{group}.{item.name}", None, rule, "use the version that made it")
-        if len(_OPTIONS) >= _MOST_OPTIONS:
-            _OPTIONS.clear()
-        _OPTIONS[known] = made
-    return _OPTIONS[known]
+    if known in _OPTIONS:
+        return _OPTIONS[known]
+    node = schema_node(schema)
+    # In a combination, each option has its own schema.
+    for name in map(str, node) if kind not in kinds else ():
+        if name != "kind" and isinstance(content.get(name), Mapping):
+            node[name] = schema_node(schema_of(group, content[name].get("kind")))
+    made = _merged(node, content, group)
+    for item in dataclasses.fields(schema):
+        default = getattr(made, item.name)
+        if item.name not in content and item.metadata.get("before", default) != default:
+            rule = f"is not in this config, and the default of this version, {default}, is another recipe"
+            raise ConfigError(f"{group}.{item.name}", None, rule, "use the version that made it")
+    if len(_OPTIONS) >= _MOST_OPTIONS:
+        _OPTIONS.clear()
+    _OPTIONS[known] = made
+    return made
 
 
-@contextlib.contextmanager
-def _told_in_one_line(within: str, content: Mapping[str, Any]) -> Iterator[None]:
-    """Turn OmegaConf's errors into errors about a key and its value."""
+def _merged(node: DictConfig, content: Mapping[str, Any], group: str) -> Any:
+    """A schema with the values of a mapping: a group's dataclass, or without a group the recipe's node.
+
+    Raises:
+        ConfigError: a key is unknown, or a value does not fit.
+    """
     try:
-        yield
+        merged: Any = OmegaConf.merge(node, OmegaConf.create(literal(content)))
+        return OmegaConf.to_object(merged) if group else merged
     except OmegaConfBaseException as error:
         inner = str(error.full_key or "")
         # OmegaConf's error has no value if no schema has the key.
         value = error.value if error.value is not None else content.get(inner)
-        key = ".".join(filter(None, (within, inner))) or "config"
-        raise ConfigError(key, value, str(error.msg).splitlines()[0], _COMPARE) from error
-
-
-def _schema_node(group: str, kind: Any, content: Mapping[str, Any]) -> Any:
-    """The schema of a group's content; in a combination, each option has its own schema."""
-    node = schema_node(schema_of(group, kind))
-    if kind not in discover()[group]:
-        for name in map(str, node):
-            if name != "kind" and isinstance(content.get(name), Mapping):
-                node[name] = schema_node(schema_of(group, content[name].get("kind")))
-    return node
+        key = ".".join(filter(None, (group, inner))) or "config"
+        raise ConfigError(key, value, str(error.msg).splitlines()[0].rstrip("."), _COMPARE) from error
 
 
 def schema_node(schema: Any) -> DictConfig:
@@ -259,7 +254,16 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
     """
     if world is not None and recipe.world not in (None, world):
         raise ConfigError("world", recipe.world, f"{world} processes were started", f"try world={world}, or null")
-    layout = _layout(recipe, world)
+    if recipe.world is not None and recipe.world < 1:
+        raise ConfigError("world", recipe.world, "must be at least 1", "try 1, or null for the product of the degrees")
+    try:
+        layout = resolve_layout(recipe.parallelism.degrees(), world if world is not None else recipe.world)
+    except ConfigError as error:
+        if world is None or error.key != "world":
+            raise
+        # The processes have been started, so an override of `world` cannot help.
+        cure = "start as many processes as the degrees make, or let one degree be -1"
+        raise ConfigError("WORLD_SIZE", world, error.rule, cure) from error
     cluster = recipe.cluster
     if cluster.accelerator == "auto":
         cluster = dataclasses.replace(cluster, accelerator=accelerator)
@@ -291,19 +295,6 @@ def shortened_warmup(recipe: Recipe) -> str:
     )
 
 
-def _layout(recipe: Recipe, world: int | None) -> Layout:
-    if recipe.world is not None and recipe.world < 1:
-        raise ConfigError("world", recipe.world, "must be at least 1", "try 1, or null for the product of the degrees")
-    try:
-        return resolve_layout(recipe.parallelism.degrees(), world if world is not None else recipe.world)
-    except ConfigError as error:
-        if world is None or error.key != "world":
-            raise
-        # The processes have been started, so an override of `world` cannot help.
-        cure = "start as many processes as the degrees make, or let one degree be -1"
-        raise ConfigError("WORLD_SIZE", world, error.rule, cure) from error
-
-
 KEY = "parallelism.split"
 # FLOPs that take as long as reading and writing one element. A core moves about 1e9 elements a second and computes
 # 5e10 to 1e11 FLOP/s; for a GPU the ratio is a little higher.
@@ -331,8 +322,12 @@ def stage_pieces(
     """
     pieces, stages = account.pieces, len(placement)
     if split is None:
-        costs = {operation.name: _cost([operation]) for operation in edges}
-        of_pieces = (_cost(block) if is_in_block(piece) else costs.get(piece, 0.0) for piece in pieces)
+
+        def cost(operations: Sequence[Operation]) -> float:
+            return sum(operation.flops + ELEMENT_FLOPS * math.prod(operation.output) for operation in operations)
+
+        costs = {operation.name: cost([operation]) for operation in edges}
+        of_pieces = (cost(block) if is_in_block(piece) else costs.get(piece, 0.0) for piece in pieces)
         first = list(_balanced(tuple(of_pieces), tuple(placement)))
     elif all(isinstance(item, int) for item in split):
         first = _by_counts(account, list(split), stages)
@@ -345,10 +340,6 @@ def stage_pieces(
 def _balanced(costs: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
     """First piece of every stage; cached, because a sweep calls it often and a search can take tenths of a second."""
     return tuple(balanced(costs, stages=len(placement), placement=placement))
-
-
-def _cost(operations: Sequence[Operation]) -> float:
-    return sum(operation.flops + ELEMENT_FLOPS * math.prod(operation.output) for operation in operations)
 
 
 def _by_counts(account: ModelAccount, counts: list[int], stages: int) -> list[int]:

@@ -10,7 +10,6 @@ import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from titanlab.costs import (
     FSDP_AXES,
@@ -52,14 +51,25 @@ def check(recipe: Recipe) -> None:
 
 
 def check_all_but_data(recipe: Recipe) -> None:
-    _names(recipe)
+    check_name("name", recipe.name)
+    check_name("sweep", recipe.sweep)
+    if recipe.repeat < 0:
+        raise ConfigError("repeat", recipe.repeat, "counts repetitions from 0", "try 0")
+    if not 0 <= recipe.seed < SEEDS:
+        raise ConfigError("seed", recipe.seed, "must lie in [0, 2⁶³)", "try 0")
     check_addressable(recipe)
-    _batch(recipe)
+    batch, ranks = recipe.training.global_batch, recipe.layout.data
+    if batch % ranks:
+        rule = f"must be a multiple of the {ranks} data-parallel processes"
+        raise ConfigError("training.global_batch", batch, rule, f"try {max(ranks, round(batch / ranks) * ranks)}")
+    if recipe.local_batch % recipe.microbatch:
+        rule = f"must divide the {recipe.local_batch} sequences that one process has of a step"
+        cure = f"try {_nearest(divisors(recipe.local_batch), recipe.microbatch)}"
+        raise ConfigError("training.microbatch", recipe.microbatch, rule, cure)
     check_processes(recipe.layout.world)
     _layout_fits(recipe)
-    _training(recipe)
+    check_training(recipe)
     _attention(recipe)
-    _documents(recipe)
     values = setting(recipe)
     options = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
     for option in (*options, recipe.data, recipe.checkpoint, recipe.tracker, recipe.profiler, recipe.launch):
@@ -81,58 +91,7 @@ def check_data(recipe: Recipe) -> None:
     )
 
 
-def _names(recipe: Recipe) -> None:
-    check_name("name", recipe.name)
-    check_name("sweep", recipe.sweep)
-    if recipe.repeat < 0:
-        raise ConfigError("repeat", recipe.repeat, "counts repetitions from 0", "try 0")
-    if not 0 <= recipe.seed < SEEDS:
-        raise ConfigError("seed", recipe.seed, "must lie in [0, 2⁶³)", "try 0")
-
-
-def _batch(recipe: Recipe) -> None:
-    batch, ranks = recipe.training.global_batch, recipe.layout.data
-    if batch % ranks:
-        rule = f"must be a multiple of the {ranks} data-parallel processes"
-        raise ConfigError("training.global_batch", batch, rule, f"try {max(ranks, round(batch / ranks) * ranks)}")
-    if recipe.local_batch % recipe.microbatch:
-        rule = f"must divide the {recipe.local_batch} sequences that one process has of a step"
-        cure = f"try {_nearest(divisors(recipe.local_batch), recipe.microbatch)}"
-        raise ConfigError("training.microbatch", recipe.microbatch, rule, cure)
-
-
-def check_processes(world: int) -> None:
-    if world > MOST_PROCESSES:
-        rule = f"a layout has at most {MOST_PROCESSES:,} processes"
-        raise ConfigError("world", world, rule, "give fewer, by smaller degrees of parallelism")
-
-
-def _layout_fits(recipe: Recipe) -> None:
-    layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
-    account = recipe.model.account()
-    check_context(layout, account, seq_len=seq_len, kernel=recipe.model.attention)
-    check_expert(layout, config, account)
-    account = account_for(account, layout)
-    check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
-    accelerator = recipe.cluster.accelerator
-    check_async_tensor(
-        layout, config, accelerator=accelerator, compiled=recipe.compile.blocks and recipe.compile.backend
-    )
-    check_symmetric_memory(layout, config, accelerator=accelerator)
-    if config.symmetric_memory:
-        # Imported here: it imports torch, which no rule about layouts needs.
-        from titanlab.parallelism import symmetric_memory_setter
-
-        symmetric_memory_setter()
-    check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
-    if layout.pipeline > 1:
-        pieces_by_stage(recipe)
-    if config.cpu_offload and layout.fsdp == 1:
-        rule = "moves sharded parameters, and nothing is sharded"
-        raise ConfigError("parallelism.cpu_offload", True, rule, "try parallelism.shard=2")
-
-
-def _training(recipe: Recipe) -> None:
+def check_training(recipe: Recipe) -> None:
     training = recipe.training
     warmup = recipe.optimizer.schedule.warmup(training.steps)
     if warmup > training.steps:
@@ -148,12 +107,40 @@ def _training(recipe: Recipe) -> None:
         raise ConfigError("training.loss_chunk", training.loss_chunk, *reason)
 
 
+def check_processes(world: int) -> None:
+    if world > MOST_PROCESSES:
+        rule = f"a layout has at most {MOST_PROCESSES:,} processes"
+        raise ConfigError("world", world, rule, "give fewer, by smaller degrees of parallelism")
+
+
+def _layout_fits(recipe: Recipe) -> None:
+    layout, config, seq_len = recipe.layout, recipe.parallelism, recipe.training.seq_len
+    account = recipe.model.account()
+    check_context(layout, account, seq_len=seq_len, kernel=recipe.model.attention)
+    check_expert(layout, config, account)
+    account = account_for(account, layout)
+    check_tensor(layout, config, account, seq_len=seq_len, microbatch=recipe.microbatch)
+    _check_fast_collectives(recipe)
+    if config.symmetric_memory:
+        # Imported here: it imports torch, which no rule about layouts needs.
+        from titanlab.parallelism import symmetric_memory_setter
+
+        symmetric_memory_setter()
+    check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
+    if layout.pipeline > 1:
+        pieces_by_stage(recipe)
+    if config.cpu_offload and layout.fsdp == 1:
+        rule = "moves sharded parameters, and nothing is sharded"
+        raise ConfigError("parallelism.cpu_offload", True, rule, "try parallelism.shard=2")
+
+
 def _attention(recipe: Recipe) -> None:
-    backend = recipe.model.attention
-    if recipe.cluster.accelerator == "cpu" and backend in ("cudnn", "efficient", "flash3", "flash_attn"):
+    """Check that the hardware and the document mask allow the attention kernel."""
+    backend, on_gpu = recipe.model.attention, recipe.cluster.accelerator == "cuda"
+    if not on_gpu and backend in ("cudnn", "efficient", "flash3", "flash_attn"):
         raise ConfigError("model.attention", backend, "needs a GPU", "try auto, flash or math")
     narrow = ("flash", "cudnn", "flash3", "flash_attn")
-    if recipe.cluster.accelerator == "cuda" and backend in narrow and recipe.precision.formats().compute == "float32":
+    if on_gpu and backend in narrow and recipe.precision.formats().compute == "float32":
         rule = "computes in 16 bits only on a GPU"
         raise ConfigError("model.attention", backend, rule, "try precision=bf16, or auto")
     if backend == "flash_attn" and importlib.util.find_spec(backend) is None:
@@ -166,23 +153,18 @@ def _attention(recipe: Recipe) -> None:
         reason = flash3_missing(compute_capability(str(recipe.cluster.device)))
         if reason is not None:
             raise ConfigError("model.attention", backend, *reason)
-
-
-def _documents(recipe: Recipe) -> None:
-    if not recipe.data.document_mask:
-        return
-    if not recipe.model.masks_documents:
+    if recipe.data.document_mask and not recipe.model.masks_documents:
         rule = f"model={recipe.model.kind} does not mask documents"
         raise ConfigError("data.document_mask", True, rule, "try false, or see docs/models-of-your-own.md")
-    backend = recipe.model.attention
-    if recipe.cluster.accelerator == "cuda" and backend in _WITHOUT_DOCUMENTS[recipe.layout.context > 1]:
+    if not recipe.data.document_mask or not on_gpu:
+        return
+    if backend in _WITHOUT_DOCUMENTS[recipe.layout.context > 1]:
         rule = f"has no form for documents with context={recipe.layout.context}, and data.document_mask is on"
         raise ConfigError("model.attention", backend, rule, "try auto")
-    if recipe.cluster.accelerator == "cuda" and backend == "auto" and recipe.layout.context == 1:
-        width = recipe.model.account().head_dim
-        if width < _NARROWEST_FLEX:
-            rule = f"is FlexAttention with data.document_mask, which on a GPU needs heads of {_NARROWEST_FLEX} or more"
-            raise ConfigError("model.attention", backend, f"{rule}, and this model's have {width}", "try efficient")
+    width = recipe.model.account().head_dim
+    if backend == "auto" and recipe.layout.context == 1 and width < _NARROWEST_FLEX:
+        rule = f"is FlexAttention with data.document_mask, which on a GPU needs heads of {_NARROWEST_FLEX} or more"
+        raise ConfigError("model.attention", backend, f"{rule}, and this model's have {width}", "try efficient")
 
 
 def setting(recipe: Recipe) -> Setting:
@@ -241,30 +223,25 @@ def check_tensor(layout: Layout, config: Parallelism, account: ModelAccount, *, 
         raise ConfigError(key, degree, rule, f"{cure}, or parallelism.sequence_parallel=false")
 
 
-class _CutParameter(NamedTuple):
-    """A parameter that the tensor plan splits; it stands for all parameters with its shape and style."""
-
-    name: str
-    shape: tuple[int, ...]
-    style: str
+_Cut = tuple[str, tuple[int, ...], str]  # name, shape and style of a parameter that the tensor plan splits
 
 
-def _cuts(account: ModelAccount, degree: int) -> list[_CutParameter]:
-    cuts: dict[tuple[tuple[int, ...], str], _CutParameter] = {}
+def _cuts(account: ModelAccount, degree: int) -> list[_Cut]:
+    """One parameter of each shape and style that the tensor plan splits."""
+    cuts: dict[tuple[tuple[int, ...], str], _Cut] = {}
     for name, shape in account.parameters.items():
         style = parameter_style(account, name)
         known = STYLES.get(style)
         if style == "" or (known is not None and not known.has_parameters):
             rule = f"the model's plan says nothing about {name}"
-            raise ConfigError(
-                "parallelism.tensor", degree, rule, "try parallelism.tensor=1, or name it in the model's tensor_plan"
-            )
+            cure = "try parallelism.tensor=1, or name it in the model's tensor_plan"
+            raise ConfigError("parallelism.tensor", degree, rule, cure)
         if known is not None and known.cut_dim is not None and style != STACK:
-            cuts.setdefault((shape, style), _CutParameter(name, shape, style))
+            cuts.setdefault((shape, style), (name, shape, style))
     return list(cuts.values())
 
 
-def _broken_rule(account: ModelAccount, cuts: Iterable[_CutParameter], degree: int) -> str:
+def _broken_rule(account: ModelAccount, cuts: Iterable[_Cut], degree: int) -> str:
     """The rule that a tensor-parallel degree breaks; empty: it breaks no rule."""
     for heads, noun in ((account.heads, "attention heads"), (account.kv_heads, "key/value heads")):
         if heads % degree:
@@ -280,13 +257,14 @@ def _broken_rule(account: ModelAccount, cuts: Iterable[_CutParameter], degree: i
     return ""
 
 
-def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_CutParameter]) -> None:
+def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_Cut]) -> None:
     """Check that FSDP2 can split the parameters that tensor parallelism splits by rows: rows evenly, else columns."""
 
-    def uneven(fsdp: int) -> Iterator[_CutParameter]:
+    def uneven(fsdp: int) -> Iterator[_Cut]:
         for cut in cuts:
-            rows, columns = cut.shape[0], math.prod(cut.shape[1:2])
-            if STYLES[cut.style].cut_dim == 0 and rows % (layout.tensor * fsdp) and columns % fsdp:
+            _, shape, style = cut
+            rows, columns = shape[0], math.prod(shape[1:2])
+            if STYLES[style].cut_dim == 0 and rows % (layout.tensor * fsdp) and columns % fsdp:
                 yield cut
 
     if layout.fsdp == 1:
@@ -388,57 +366,37 @@ def check_pipeline(
         raise ConfigError(key, degree, rule, cure)
 
 
-def check_async_tensor(layout: Layout, config: Parallelism, *, accelerator: str, compiled: str | bool) -> None:
-    """Check that hardware and compiler support AsyncTP.
-
-    Args:
-        compiled: the backend that compiles blocks; False: blocks are not compiled.
-    """
-    if not config.async_tensor:
-        return
-    _check_flag(
-        "parallelism.async_tensor",
+def _check_fast_collectives(recipe: Recipe) -> None:
+    """Check that hardware, layout and compiler support AsyncTP and symmetric memory, where they are chosen."""
+    layout, config, compiler = recipe.layout, recipe.parallelism, recipe.compile
+    on_cpu = recipe.cluster.accelerator != "cuda"
+    async_tensor = (
         (layout.tensor == 1, "interleaves the collectives of tensor parallelism, and tensor=1", "try false"),
-        (accelerator != "cuda", "needs symmetric memory between GPUs, and this runs on a CPU", "try false"),
+        (on_cpu, "needs symmetric memory between GPUs, and this runs on a CPU", "try false"),
         (
             not config.sequence_parallel,
             "interleaves gathers and scatters of sequences, and sequence_parallel=false has none",
             "try parallelism.sequence_parallel=true",
         ),
-        (not compiled, "is done by inductor, and the blocks are not compiled", "try compile=block"),
+        (not compiler.blocks, "is done by inductor, and the blocks are not compiled", "try compile=block"),
         (
-            compiled != "inductor",
-            f"is done by inductor, and {compiled} compiles the blocks",
+            compiler.backend != "inductor",
+            f"is done by inductor, and {compiler.backend} compiles the blocks",
             "try compile.backend=inductor",
         ),
     )
-
-
-def check_symmetric_memory(layout: Layout, config: Parallelism, *, accelerator: str) -> None:
-    if not config.symmetric_memory:
-        return
-    _check_flag(
-        "parallelism.symmetric_memory",
+    cure = "try false, or parallelism.cpu_offload=false"
+    rule = "is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process"
+    symmetric_memory = (
         (layout.fsdp == 1, "is memory in which FSDP2 gathers, and nothing is sharded", "try false"),
-        (accelerator != "cuda", "is memory between GPUs, and this runs on a CPU", "try false"),
-        (
-            config.cpu_offload,
-            "has not been tried with parameters in host memory",
-            "try false, or parallelism.cpu_offload=false",
-        ),
-        (
-            config.async_tensor,
-            "is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process",
-            "try false, or parallelism.async_tensor=false",
-        ),
+        (on_cpu, "is memory between GPUs, and this runs on a CPU", "try false"),
+        (config.cpu_offload, "has not been tried with parameters in host memory", cure),
+        (config.async_tensor, rule, "try false, or parallelism.async_tensor=false"),
     )
-
-
-def _check_flag(key: str, *rules: tuple[bool, str, str]) -> None:
-    """Check a value of true by rules: whether one is broken, the rule, and the cure."""
-    for is_broken, rule, cure in rules:
-        if is_broken:
-            raise ConfigError(key, True, rule, cure)
+    for name, rows in {"async_tensor": async_tensor, "symmetric_memory": symmetric_memory}.items():
+        for is_broken, rule, cure in rows:
+            if getattr(config, name) and is_broken:
+                raise ConfigError(f"parallelism.{name}", True, rule, cure)
 
 
 def _try(key: str, usable: list[int], degree: int) -> str:

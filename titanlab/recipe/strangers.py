@@ -7,7 +7,7 @@ list is incomplete and its error names another key.
 
 titanlab reads these settings of Hydra: `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
 `${hydra:job.name}`), `hydra.mode` of a file and the texts of the help pages. Others would have no effect.
-`titanlab.sweep.request` checks `hydra.launcher`, because it knows the points.
+`titanlab.sweep.plan` checks `hydra.launcher`, because it knows the points.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ import omegaconf
 import yaml
 from hydra.conf import HydraConf
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, QuotedString, Sweep
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -92,13 +93,13 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise own_start_error(key, typed)
         try:
             (override,) = OverridesParser.create().parse_overrides([text])
-            values = list(_values(override.value()))
+            value = override.value()
         except (HydraException, ValueError, TypeError, AttributeError):
             continue
-        for value in values:
+        for each in value.list if isinstance(value, ChoiceSweep) else [value]:
             if key == "hydra.searchpath":
-                check_search_path(value)
-            for path, code in _code(value, key, within_hydra=key.startswith("hydra")):
+                check_search_path(each)
+            for path, code in _code(each, key, within_hydra=key.startswith("hydra")):
                 raise ConfigError(path, code, _RULE, _CURE)
     for text in overrides:
         key, _, typed = text.lstrip("+~").partition("=")
@@ -110,47 +111,33 @@ def check_overrides(overrides: Sequence[str]) -> None:
             _check_setting(key.removeprefix("hydra."), typed)
 
 
-def _values(value: Any) -> Iterator[Any]:
-    """The values given for a key, also in `choice(…)`, but not in a range, which has only numbers, perhaps billions."""
-    if isinstance(value, ChoiceSweep):
-        for choice in value.list:
-            yield from _values(choice)
-    elif not isinstance(value, Sweep):
-        yield value
-
-
-def check_file(content: Any, group: str, option: str, file: str) -> None:
-    """Check that a YAML names no code."""
+def check_file(content: Mapping[Any, Any], group: str, option: str, file: object) -> None:
+    """Check that a YAML names no code, and sets no setting of Hydra that titanlab does not read."""
     for path, value in _code(content, "", within_hydra=True):
         if group in [f"hydra/{name}" for name in _STARTERS]:
             raise own_start_error(group, option)
         raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
-
-
-def check_settings(content: Any, file: object) -> None:
-    """Check that a YAML sets no setting of Hydra that titanlab does not read."""
+    where = f", and {file} sets it"
     for entry in content.get("defaults") or []:
-        for key, option in entry.items() if isinstance(entry, dict) else ():
-            group = key.split()[-1].lstrip("/")
-            if group in _LOGGING and option not in ("none", "default"):
-                raise ConfigError(group, option, f"{_UNREAD}, and {file} sets it", _LOGS)
+        for key, chosen in entry.items() if isinstance(entry, dict) else ():
+            logging = key.split()[-1].lstrip("/")
+            if logging in _LOGGING and chosen not in ("none", "default"):
+                raise ConfigError(logging, chosen, f"{_UNREAD}{where}", _LOGS)
     settings = content.get("hydra")
     for key, value in settings.items() if isinstance(settings, dict) else ():
         is_nested = key in ("run", "sweep", "job") and isinstance(value, dict)
         inner = {f"{key}.{name}": each for name, each in value.items()} if is_nested else {key: value}
         for name, each in inner.items():
             if name != "mode" and each not in _UNSET:
-                _check_setting(name, each, f", and {file} sets it")
+                _check_setting(name, each, where)
 
 
 def _check_setting(name: str, value: Any, where: str = "") -> None:
-    def matching(keys: Iterable[str]) -> str | None:
-        return next((key for key in keys if name == key or name.startswith(f"{key}.")), None)
-
-    if name.partition(".")[0] in _SETTINGS and matching(_READ) is None:
-        raise ConfigError(
-            f"hydra.{name}", value, f"{_UNREAD}{where}", _CURES.get(matching(_CURES) or "", "leave it out")
-        )
+    """Check that titanlab reads a setting; Hydra reports settings that it does not have."""
+    of = [name] + [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+    if name.partition(".")[0] in _SETTINGS and not any(key in of for key in _READ):
+        cure = next((text for key, text in _CURES.items() if key in of), "leave it out")
+        raise ConfigError(f"hydra.{name}", value, f"{_UNREAD}{where}", cure)
 
 
 def check_size(text: str, file: object) -> None:
@@ -178,12 +165,10 @@ def _code(node: Any, path: str, *, within_hydra: bool) -> Iterator[tuple[str, An
     last = path.rpartition(".")[2].strip("'\"")
     if last in (_TARGET, "()") or (within_hydra and last == "class" and node not in _CLASSES):
         yield path, node
-    elif isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _code(value, f"{path}.{key}" if path else str(key), within_hydra=within_hydra)
-    elif isinstance(node, list):
-        for value in node:
-            yield from _code(value, path, within_hydra=within_hydra)
+    elif isinstance(node, Mapping | list):
+        inner = node.items() if isinstance(node, Mapping) else (("", value) for value in node)
+        for key, value in inner:
+            yield from _code(value, f"{path}.{key}".strip("."), within_hydra=within_hydra)
     elif isinstance(node, str) and node.startswith(("ext://", "cfg://")) and node not in _STREAMS:
         yield path, node
 

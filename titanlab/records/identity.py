@@ -32,20 +32,15 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A run's identity.
-
-    Attributes:
-        sha256: 64 hexadecimal digits.
-        content: the hashed plain values; the run's folder keeps them for comparison.
-        created: when the run's folder was made, in seconds since the epoch; None: it was not recorded.
-        tracker_id: the run's id in trackers; None for runs of earlier versions, whose id is in their checkpoints.
-        parent_run, parent_step: the run, as `sweep/folder`, and the step of the checkpoint from which it started.
-    """
+    """A run's identity; two are equal if the hash and the hashed plain values are."""
 
     sha256: str
     content: Mapping[str, Any]
+    # When the run's folder was made, in seconds since the epoch; None: it was not recorded.
     created: float | None = field(default=None, compare=False)
+    # The run's id in trackers; None for runs of earlier versions, whose id is in their checkpoints.
     tracker_id: str | None = field(default=None, compare=False)
+    # The run, as `sweep/folder`, and the step of the checkpoint from which it started.
     parent_run: str | None = field(default=None, compare=False)
     parent_step: int | None = field(default=None, compare=False)
 

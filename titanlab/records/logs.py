@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlab.errors import ConfigError
-from titanlab.records.json_file import read_optional
+from titanlab.records.files import read_optional
 from titanlab.system import open_to_read, write_json
 
 if TYPE_CHECKING:
@@ -29,19 +29,6 @@ if TYPE_CHECKING:
 MOST_LINE_BYTES = 1 << 20
 """A longer line is cut into pieces, so that a file without line ends does not fill the memory."""
 _BLOCK_BYTES = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileSpan:
-    """A part of a file.
-
-    Attributes:
-        start, end: in bytes; an end after the file's end stands for the file's end.
-    """
-
-    path: Path
-    start: int
-    end: int
 
 
 def text_at_end(path: Path, *, begin: int = 0) -> str:
@@ -68,51 +55,43 @@ def complete_end(path: Path, end: int) -> int:
     with open_to_read(path) as file:
         begin = max(0, end - _BLOCK_BYTES)
         file.seek(begin)
-        block = file.read(end - begin)
-    index = block.rfind(b"\n")
-    if index >= 0:
-        return begin + index + 1
-    return 0 if begin == 0 else end
+        index = file.read(end - begin).rfind(b"\n")
+    return begin + index + 1 if index >= 0 else end if begin else 0
 
 
-def forward(span: FileSpan) -> Iterator[bytes]:
-    """The lines of a part of a file, without line ends; no lines if the file is missing."""
+def forward(path: Path, start: int, end: int) -> Iterator[bytes]:
+    """The lines between two positions of a file, without line ends; no lines if the file is missing."""
     try:
-        file = open_to_read(span.path)
+        file = open_to_read(path)
     except OSError:
         return
     with file:
-        file.seek(span.start)
-        left = span.end - span.start
+        file.seek(start)
+        left = end - start
         while left > 0 and (line := file.readline(min(left, MOST_LINE_BYTES))):
             left -= len(line)
             yield line.removesuffix(b"\n")
 
 
-def backward(span: FileSpan) -> Iterator[bytes]:
-    """The lines of a part of a file, the last one first; reads only as far as the caller iterates."""
+def backward(path: Path, start: int, end: int) -> Iterator[bytes]:
+    """The lines of `forward`, the last one first; reads only as far as the caller iterates."""
     try:
-        file = open_to_read(span.path)
+        file = open_to_read(path)
     except OSError:
         return
     with file:
-        position = min(span.end, size_of(span.path))
+        position = min(end, size_of(path))
         rest, at_end = b"", True
-        while position > span.start:
-            begin = max(span.start, position - _BLOCK_BYTES)
+        while position > start:
+            begin = max(start, position - _BLOCK_BYTES)
             file.seek(begin)
             block = file.read(position - begin)
             if at_end:
                 # A line end at the end does not begin another line.
                 block, at_end = block.removesuffix(b"\n"), False
             position = begin
-            first, *others = block.split(b"\n")
-            if others:
-                others[-1] += rest
-                yield from reversed(others)
-                rest = first
-            else:
-                rest = first + rest
+            rest, *others = (block + rest).split(b"\n")
+            yield from reversed(others)
             if len(rest) > MOST_LINE_BYTES:
                 yield rest
                 rest = b""
@@ -122,16 +101,11 @@ def backward(span: FileSpan) -> Iterator[bytes]:
 
 @dataclass
 class Growing:
-    """The lines that are added to a file.
-
-    Attributes:
-        path: of the file, which may be missing, may vanish, and may come back.
-        position: bytes that have been read.
-        changed: whether the latest call of `read` found the file replaced or cut short, and read it from the beginning.
-    """
+    """The lines that are added to a file, which may be missing, may vanish, and may come back."""
 
     path: Path
-    position: int = 0
+    position: int = 0  # bytes that have been read
+    # Whether the latest call of `read` found the file replaced or cut short, and read it from the beginning.
     changed: bool = False
     _number: int | None = None
     _rest: bytes = field(default=b"", repr=False)
@@ -140,22 +114,19 @@ class Growing:
         """The lines that are new and complete; with `last` also a line without an end."""
         self.changed = False
         lines: list[bytes] = []
-        try:
-            with open_to_read(self.path) as file:
-                status = os.fstat(file.fileno())
-                if status.st_size < self.position or self._number not in (None, status.st_ino):
-                    self.position, self._rest, self.changed = 0, b"", True
-                self._number = status.st_ino
-                file.seek(self.position)
-                while block := file.read(_BLOCK_BYTES):
-                    self.position += len(block)
-                    *whole, self._rest = (self._rest + block).split(b"\n")
-                    lines += whole
-                    if len(self._rest) > MOST_LINE_BYTES:
-                        lines.append(self._rest)
-                        self._rest = b""
-        except OSError:
-            pass  # The file is missing or has vanished: it may come back.
+        with contextlib.suppress(OSError), open_to_read(self.path) as file:
+            status = os.fstat(file.fileno())
+            if status.st_size < self.position or self._number not in (None, status.st_ino):
+                self.position, self._rest, self.changed = 0, b"", True
+            self._number = status.st_ino
+            file.seek(self.position)
+            while block := file.read(_BLOCK_BYTES):
+                self.position += len(block)
+                *whole, self._rest = (self._rest + block).split(b"\n")
+                lines += whole
+                if len(self._rest) > MOST_LINE_BYTES:
+                    lines.append(self._rest)
+                    self._rest = b""
         if last and self._rest:
             lines.append(self._rest)
             self._rest = b""
@@ -171,17 +142,19 @@ _NAME = re.compile(r"rank-(\d{1,6})\.log")
 
 @dataclass(frozen=True, kw_only=True)
 class LogPart:
-    """The part of a rank's log that one attempt has written.
+    """The bytes from `start` to `end` of a rank's log, which one attempt has written.
 
     Attributes:
-        begin, end: when the attempt began, and when it wrote last (estimates); seconds since the epoch.
+        begin, last: when the attempt began, and when it wrote last (estimates); seconds since the epoch.
     """
 
     attempt: int
     rank: int
-    span: FileSpan
+    path: Path
+    start: int
+    end: int
     begin: float
-    end: float
+    last: float
 
 
 def rank_logs(run: RunFolder) -> dict[int, Path]:
@@ -214,8 +187,9 @@ def log_parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
     size = size_of(path)
     starts: list[tuple[int, int]] = []
     for attempt in run.attempts():
-        start = _mark(run, attempt, rank)
-        if start is not None:
+        sizes = (read_optional(run.attempt_folder(attempt) / MARKS) or {}).get("bytes")
+        start = sizes.get(str(rank), 0) if isinstance(sizes, dict) else None
+        if isinstance(start, int) and start >= 0:
             if start > size or (starts and start < starts[-1][1]):
                 starts = []
             starts.append((attempt, start if starts else 0))
@@ -227,30 +201,17 @@ def log_parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
     except OSError:
         written = [*begins[1:], 0.0]
     return [
-        LogPart(attempt=attempt, rank=rank, span=FileSpan(path=path, start=start, end=end), begin=begin, end=last)
+        LogPart(attempt=attempt, rank=rank, path=path, start=start, end=end, begin=begin, last=last)
         for (attempt, start), end, begin, last in zip(starts, ends, begins, written, strict=True)
     ]
 
 
 def part_of(run: RunFolder, rank: int, path: Path, attempt: int) -> LogPart:
-    """The part of a rank's log that an attempt has written.
-
-    Raises:
-        ConfigError: the beginning of the attempt is not known.
-    """
+    """The part of a rank's log that an attempt has written. ConfigError: the beginning of the attempt is not known."""
     for part in log_parts(run, rank, path):
         if part.attempt == attempt:
             return part
     raise ConfigError("--attempt", attempt, "where it begins in the logs is not known", "leave --attempt out")
-
-
-def _mark(run: RunFolder, attempt: int, rank: int) -> int | None:
-    """The size of a rank's log when an attempt began; None if that was not recorded."""
-    value = (read_optional(run.attempt_folder(attempt) / MARKS) or {}).get("bytes")
-    if not isinstance(value, dict):
-        return None
-    size = value.get(str(rank), 0)
-    return size if isinstance(size, int) and size >= 0 else None
 
 
 def _begin(run: RunFolder, attempt: int) -> float:
@@ -286,22 +247,17 @@ def moment(text: bytes, near: float) -> float | None:
     match = _TIME.match(text)
     if match is None:
         return None
-    known = datetime.fromtimestamp(near)
-    same_day = known.replace(hour=int(match[1]), minute=int(match[2]), second=int(match[3]), microsecond=0)
-    days = {-1: same_day - timedelta(days=1), 0: same_day, 1: same_day + timedelta(days=1)}
-    return min((day.timestamp() for day in days.values()), key=lambda seconds: abs(seconds - near))
+    hour, minute, second = map(int, match.groups())
+    same_day = datetime.fromtimestamp(near).replace(hour=hour, minute=minute, second=second, microsecond=0)
+    days = (same_day + timedelta(days=days) for days in (-1, 0, 1))
+    return min((day.timestamp() for day in days), key=lambda seconds: abs(seconds - near))
 
 
-def timed(texts: Iterable[bytes], rank: int, *, begin: float, end: float) -> Iterator[Line]:
-    """The lines of one attempt's part of a log, with times that never fall.
-
-    Args:
-        begin: when the attempt began.
-        end: when the part was written last.
-    """
+def timed(texts: Iterable[bytes], rank: int, *, begin: float, last: float) -> Iterator[Line]:
+    """The lines of one attempt's part of a log, with times that never fall; for `begin` and `last` see `LogPart`."""
     rest = iter(texts)
     ahead = list(itertools.islice(rest, _LOOK_AHEAD))
-    now = next((time for text in ahead if (time := moment(text, begin)) is not None), max(begin, end))
+    now = next((time for text in ahead if (time := moment(text, begin)) is not None), max(begin, last))
     for text in itertools.chain(ahead, rest):
         time = moment(text, now)
         # Times may fall: clocks are set back, and libraries print times of another zone.
@@ -309,15 +265,10 @@ def timed(texts: Iterable[bytes], rank: int, *, begin: float, end: float) -> Ite
         yield Line(time=now, rank=rank, text=text)
 
 
-def timed_from_end(texts: Sequence[bytes], rank: int, *, end: float) -> list[Line]:
-    """The last lines of a log, with times that never fall.
-
-    Args:
-        texts: the oldest first.
-        end: when the log was written last.
-    """
+def timed_from_end(texts: Sequence[bytes], rank: int, *, last: float) -> list[Line]:
+    """The last lines of a log, the oldest first, with times that never fall; the log was written last at `last`."""
     times: list[float | None] = []
-    now = end
+    now = last
     for text in reversed(texts):
         time = moment(text, now)
         # A time of day later than the next line's belongs to the day before.
@@ -326,7 +277,7 @@ def timed_from_end(texts: Sequence[bytes], rank: int, *, end: float) -> list[Lin
         now = now if time is None else time
         times.append(time)
     times.reverse()
-    first = next((time for time in times if time is not None), end)
+    first = next((time for time in times if time is not None), last)
     lines = []
     for text, time in zip(texts, times, strict=True):
         first = first if time is None else max(first, time)

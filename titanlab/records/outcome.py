@@ -77,34 +77,20 @@ class StopReason:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of one attempt at a run; the content of result.json.
-
-    Attributes:
-        step: last finished optimizer step.
-        steps: planned number of steps; None if unknown.
-        attempt: number of the attempt, from 1.
-        rank: the rank that failed; None if no rank failed.
-        cause: first line of the error; None for a run that is done.
-        traceback: of the failing rank.
-        exit_code: of the failing process; -N if signal N ended it; None if unknown.
-        echo: a secondary failure: another process has the cause (a lost connection, a forwarded signal).
-        ended: seconds since the epoch.
-        metrics: medians after warm-up, last loss and others, under the names of metrics.jsonl.
-        scheduler: the scheduler's record of the job: `job_id`, `state`, `exit_code`; None if there is none.
-    """
+    """The end of one attempt at a run; the content of result.json."""
 
     kind: OutcomeKind
-    step: int = 0
-    steps: int | None = None
+    step: int = 0  # the last finished one
+    steps: int | None = None  # planned; None if unknown
     attempt: int = 1
-    rank: int | None = None
-    cause: str | None = None
-    traceback: str | None = None
-    exit_code: int | None = None
-    echo: bool = False
-    ended: float = field(default_factory=time.time)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    scheduler: Mapping[str, Any] | None = None
+    rank: int | None = None  # the rank that failed; None if none failed
+    cause: str | None = None  # first line of the error; None for a run that is done
+    traceback: str | None = None  # of the failing rank
+    exit_code: int | None = None  # of the failing process; -N if signal N ended it; None if unknown
+    echo: bool = False  # another process has the cause (a lost connection, a forwarded signal)
+    ended: float = field(default_factory=time.time)  # seconds since the epoch
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # medians, last loss, …, named as in metrics.jsonl
+    scheduler: Mapping[str, Any] | None = None  # its record of the job: `job_id`, `state`, `exit_code`
 
     def to_mapping(self) -> dict[str, Any]:
         """The content of result.json; numbers that are not finite become null."""
@@ -183,20 +169,18 @@ def is_secondary(error: BaseException) -> bool:
     return isinstance(error, ConnectionError) or bool(_PEER_GONE.search(str(error)) or _HANG.search(str(error)))
 
 
-def _is_oom(error: BaseException, message: str) -> bool:
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or getattr(error, "errno", None) == errno.ENOMEM
-        or (isinstance(error, ImportError) and bool(_NO_ADDRESS_SPACE.search(message)))
-        or (isinstance(error, (RuntimeError, OSError)) and bool(_OOM.search(message)))
-        or _lacks_thread_memory(message)
-    )
-
-
 def says_oom(text: str) -> bool:
-    """Whether the end of a process's log says that memory ran out."""
+    """Whether the message of an error, or the end of a process's log, says that memory ran out."""
     return bool(_OOM.search(text) or _NO_ADDRESS_SPACE.search(text)) or _lacks_thread_memory(text)
+
+
+def _is_oom(error: BaseException, message: str) -> bool:
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if getattr(error, "errno", None) == errno.ENOMEM or _lacks_thread_memory(message):
+        return True
+    signs = {ImportError: _NO_ADDRESS_SPACE, RuntimeError: _OOM, OSError: _OOM}
+    return any(isinstance(error, kind) and sign.search(message) for kind, sign in signs.items())
 
 
 def _lacks_thread_memory(message: str) -> bool:
@@ -257,38 +241,31 @@ def _writable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-_SIGNALS: Mapping[int, tuple[OutcomeKind, str, bool]] = {
+_SIGNALS: Mapping[int, tuple[OutcomeKind, str]] = {
     signal.SIGKILL: (
         OutcomeKind.CRASH,
         "killed by SIGKILL; who sent it is not known: a person, a scheduler, or the kernel for want of memory",
-        False,
     ),
-    signal.SIGTERM: (OutcomeKind.CANCELLED, "asked to end by SIGTERM", True),
-    signal.SIGINT: (OutcomeKind.CANCELLED, "interrupted by SIGINT (Ctrl-C)", True),
-    signal.SIGHUP: (OutcomeKind.CANCELLED, "its terminal was closed (SIGHUP)", True),
-    signal.SIGUSR1: (OutcomeKind.PREEMPTED, "ended by SIGUSR1, with which schedulers warn", False),
-    signal.SIGUSR2: (OutcomeKind.PREEMPTED, "ended by SIGUSR2, with which schedulers warn", False),
-    signal.SIGXCPU: (OutcomeKind.WALLTIME, "its limit of CPU time is used up (SIGXCPU)", False),
+    signal.SIGTERM: (OutcomeKind.CANCELLED, "asked to end by SIGTERM"),
+    signal.SIGINT: (OutcomeKind.CANCELLED, "interrupted by SIGINT (Ctrl-C)"),
+    signal.SIGHUP: (OutcomeKind.CANCELLED, "its terminal was closed (SIGHUP)"),
+    signal.SIGUSR1: (OutcomeKind.PREEMPTED, "ended by SIGUSR1, with which schedulers warn"),
+    signal.SIGUSR2: (OutcomeKind.PREEMPTED, "ended by SIGUSR2, with which schedulers warn"),
+    signal.SIGXCPU: (OutcomeKind.WALLTIME, "its limit of CPU time is used up (SIGXCPU)"),
     signal.SIGABRT: (
         OutcomeKind.CRASH,
         "aborted by SIGABRT: an assertion in native code, or NCCL's watchdog; the rank's log says which",
-        False,
     ),
-    signal.SIGSEGV: (OutcomeKind.CRASH, "segmentation fault (SIGSEGV) in native code", False),
-    signal.SIGBUS: (OutcomeKind.CRASH, "bus error (SIGBUS): /dev/shm is full, or a mapped file became shorter", False),
-    signal.SIGILL: (OutcomeKind.CRASH, "illegal instruction (SIGILL): a binary made for another CPU", False),
-    signal.SIGFPE: (OutcomeKind.CRASH, "arithmetic fault (SIGFPE) in native code", False),
+    signal.SIGSEGV: (OutcomeKind.CRASH, "segmentation fault (SIGSEGV) in native code"),
+    signal.SIGBUS: (OutcomeKind.CRASH, "bus error (SIGBUS): /dev/shm is full, or a mapped file became shorter"),
+    signal.SIGILL: (OutcomeKind.CRASH, "illegal instruction (SIGILL): a binary made for another CPU"),
+    signal.SIGFPE: (OutcomeKind.CRASH, "arithmetic fault (SIGFPE) in native code"),
 }
 
 
 @dataclass(frozen=True)
 class KillEvidence:
-    """Evidence about the sender of SIGKILL.
-
-    Attributes:
-        by_kernel: whether the kernel sent it, because memory ran out.
-        words: an end for "killed by SIGKILL: …".
-    """
+    """Whether the kernel has sent SIGKILL, because memory ran out; and an end for "killed by SIGKILL: …"."""
 
     by_kernel: bool
     words: str
@@ -306,16 +283,15 @@ def from_exit(
     number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
     # Exit code 0 without a result is not a success: an out-of-memory handler may end a process with 0.
     kind = _BY_EXIT_CODE.get(code, OutcomeKind.CRASH) if code else OutcomeKind.CRASH
+    cause = f"ended with exit code {code}: {kind.meaning}"
     if number is not None:
         names = {int(known): known.name for known in signal.Signals}
-        unknown = (OutcomeKind.CRASH, f"ended by {names.get(number, f'signal {number}')}", False)
-        kind, cause, echo = _SIGNALS.get(number, unknown)
+        unknown = (OutcomeKind.CRASH, f"ended by {names.get(number, f'signal {number}')}")
+        kind, cause = _SIGNALS.get(number, unknown)
         if number == signal.SIGKILL and memory is not None:
             kind, cause = (OutcomeKind.OOM if memory.by_kernel else kind), f"killed by SIGKILL: {memory.words}"
     elif kind is OutcomeKind.CRASH:
-        cause, echo = f"ended with exit code {code} and left no result; its log says more", False
-    else:
-        cause, echo = f"ended with exit code {code}: {kind.meaning}", False
+        cause = f"ended with exit code {code} and left no result; its log says more"
     return Outcome(
         kind=kind,
         step=step,
@@ -323,7 +299,8 @@ def from_exit(
         attempt=attempt,
         cause=cause,
         exit_code=code if number is None else -number,
-        echo=echo,
+        # Somebody has stopped this process, as others of the run.
+        echo=number is not None and kind is OutcomeKind.CANCELLED,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -29,23 +30,14 @@ _CODE_SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".toml")
 
 @dataclass(frozen=True, kw_only=True)
 class GitState:
-    """The commit, and how the code differs from it.
+    """The commit, and how the code differs from it."""
 
-    Attributes:
-        sha: the commit; None in a repository without commits.
-        branch: None for a detached HEAD.
-        dirty: whether tracked files differ from the commit, or there is untracked code.
-        untracked: untracked files with code.
-        patch: `git apply` of it to the commit gives this code, with the untracked code.
-        patch_complete: False if size or time has cut the patch off.
-    """
-
-    sha: str | None
-    branch: str | None
-    dirty: bool
-    untracked: tuple[str, ...]
-    patch: str
-    patch_complete: bool
+    sha: str | None  # None in a repository without commits
+    branch: str | None  # None for a detached HEAD
+    dirty: bool  # whether tracked files differ from the commit, or there is untracked code
+    untracked: tuple[str, ...]  # files with code
+    patch: str  # `git apply` of it to the commit gives this code, with the untracked code
+    patch_complete: bool  # False if size or time has cut the patch off
 
 
 def git_state(package: Path) -> GitState | None:
@@ -56,7 +48,12 @@ def git_state(package: Path) -> GitState | None:
     """
     root = package.resolve().parent
     if (root / RECORD).is_file():
-        return _recorded(root / RECORD)
+        import msgspec
+
+        try:
+            return msgspec.convert(parse_json(read_text(root / RECORD))["git"], GitState | None)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()).resolve() != root:
         return None
@@ -65,38 +62,22 @@ def git_state(package: Path) -> GitState | None:
     listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
     untracked = tuple(name for name in listed.split("\0") if name.endswith(_CODE_SUFFIXES))
     changed = _git(root, "diff", "--no-color", "--no-ext-diff", "HEAD") if sha else ""
-    patch, complete = _patch(root, changed, untracked)
+    patch, is_complete = changed or "", changed is not None and len(untracked) <= _UNTRACKED_LIMIT
+    for name in untracked[:_UNTRACKED_LIMIT]:
+        if len(patch) <= PATCH_LIMIT:
+            added = _as_added(root, name)
+            is_complete = is_complete and added is not None
+            patch += added or ""
+    if len(patch) > PATCH_LIMIT:
+        patch, is_complete = patch[:PATCH_LIMIT].rpartition("\n")[0] + "\n", False
     return GitState(
         sha=sha.strip() if sha else None,
         branch=branch.strip() if branch else None,
         dirty=bool(untracked) or changed != "",
         untracked=untracked[:_UNTRACKED_LIMIT],
         patch=patch,
-        patch_complete=complete,
+        patch_complete=is_complete,
     )
-
-
-def _recorded(record: Path) -> GitState | None:
-    import msgspec
-
-    try:
-        return msgspec.convert(parse_json(read_text(record))["git"], GitState | None)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _patch(root: Path, changed: str | None, untracked: Sequence[str]) -> tuple[str, bool]:
-    complete = changed is not None and len(untracked) <= _UNTRACKED_LIMIT
-    patch = changed or ""
-    for name in untracked[:_UNTRACKED_LIMIT]:
-        if len(patch) > PATCH_LIMIT:
-            break
-        added = _as_added(root, name)
-        complete = complete and added is not None
-        patch += added or ""
-    if len(patch) > PATCH_LIMIT:
-        patch, complete = patch[:PATCH_LIMIT].rpartition("\n")[0] + "\n", False
-    return patch, complete
 
 
 def _as_added(root: Path, name: str) -> str | None:
@@ -139,32 +120,29 @@ PACKAGES = (
 _VARIABLES = frozenset(
     """
     CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_DEVICE_MAX_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
-    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE NVIDIA_TF32_OVERRIDE
-    NCCL_ALGO NCCL_AVOID_RECORD_STREAMS NCCL_BUFFSIZE NCCL_COLLNET_ENABLE NCCL_CROSS_NIC NCCL_CTA_POLICY
-    NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DMABUF_ENABLE NCCL_IB_ADAPTIVE_ROUTING
-    NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_PCI_RELAXED_ORDERING NCCL_IB_QPS_PER_CONNECTION
-    NCCL_IB_RETRY_CNT NCCL_IB_SL NCCL_IB_SPLIT_DATA_ON_QPS NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_IGNORE_CPU_AFFINITY
-    NCCL_LAUNCH_MODE NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_MNNVL_ENABLE NCCL_NET
-    NCCL_NET_GDR_LEVEL NCCL_NET_GDR_READ NCCL_NET_PLUGIN NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVLS_ENABLE
-    NCCL_P2P_DIRECT_DISABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_PXN_DISABLE NCCL_SHM_DISABLE
-    NCCL_SOCKET_FAMILY NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN
-    NCCL_WORK_FIFO_DEPTH
-    FI_EFA_FORK_SAFE FI_EFA_USE_DEVICE_RDMA FI_PROVIDER UCX_NET_DEVICES UCX_TLS GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME
-    OMP_NUM_THREADS OMP_PROC_BIND OMP_PLACES OMP_SCHEDULE OMP_DYNAMIC OMP_WAIT_POLICY MKL_NUM_THREADS MKL_DYNAMIC
-    MKL_CBWR MKL_ENABLE_INSTRUCTIONS KMP_AFFINITY KMP_BLOCKTIME OPENBLAS_NUM_THREADS
-    TORCH_LOGS TORCH_COMPILE_DEBUG TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE TORCH_DISTRIBUTED_DEBUG TORCH_CPP_LOG_LEVEL
-    TORCH_SHOW_CPP_STACKTRACES TORCH_USE_CUDA_DSA TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT
-    TORCH_CUDNN_V8_API_DISABLED TORCH_FR_BUFFER_SIZE TORCH_SYMM_MEM_DISABLE_MULTICAST
-    TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_DUMP_ON_TIMEOUT
-    TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_ENABLE_TIMING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC
-    TORCH_NCCL_HIGH_PRIORITY TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_USE_COMM_NONBLOCKING
-    TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_COMPILE_THREADS TORCHINDUCTOR_FORCE_DISABLE_CACHES
-    TORCHINDUCTOR_FREEZING TORCHINDUCTOR_FX_GRAPH_CACHE TORCHINDUCTOR_MAX_AUTOTUNE
-    TORCHINDUCTOR_MAX_AUTOTUNE_GEMM TORCHINDUCTOR_COORDINATE_DESCENT_TUNING
+    CUBLAS_WORKSPACE_CONFIG CUBLASLT_WORKSPACE_SIZE NVIDIA_TF32_OVERRIDE NCCL_ALGO NCCL_AVOID_RECORD_STREAMS
+    NCCL_BUFFSIZE NCCL_COLLNET_ENABLE NCCL_CROSS_NIC NCCL_CTA_POLICY NCCL_CUMEM_ENABLE NCCL_CUMEM_HOST_ENABLE
+    NCCL_DEBUG NCCL_DEBUG_SUBSYS NCCL_DMABUF_ENABLE NCCL_IB_ADAPTIVE_ROUTING NCCL_IB_DISABLE NCCL_IB_GID_INDEX
+    NCCL_IB_HCA NCCL_IB_PCI_RELAXED_ORDERING NCCL_IB_QPS_PER_CONNECTION NCCL_IB_RETRY_CNT NCCL_IB_SL
+    NCCL_IB_SPLIT_DATA_ON_QPS NCCL_IB_TC NCCL_IB_TIMEOUT NCCL_IGNORE_CPU_AFFINITY NCCL_LAUNCH_MODE NCCL_MAX_CTAS
+    NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_MNNVL_ENABLE NCCL_NET NCCL_NET_GDR_LEVEL
+    NCCL_NET_GDR_READ NCCL_NET_PLUGIN NCCL_NSOCKS_PERTHREAD NCCL_NTHREADS NCCL_NVLS_ENABLE NCCL_P2P_DIRECT_DISABLE
+    NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_PXN_DISABLE NCCL_SHM_DISABLE NCCL_SOCKET_FAMILY
+    NCCL_SOCKET_IFNAME NCCL_SOCKET_NTHREADS NCCL_TOPO_FILE NCCL_TUNER_PLUGIN NCCL_WORK_FIFO_DEPTH FI_EFA_FORK_SAFE
+    FI_EFA_USE_DEVICE_RDMA FI_PROVIDER UCX_NET_DEVICES UCX_TLS GLOO_SOCKET_IFNAME TP_SOCKET_IFNAME OMP_NUM_THREADS
+    OMP_PROC_BIND OMP_PLACES OMP_SCHEDULE OMP_DYNAMIC OMP_WAIT_POLICY MKL_NUM_THREADS MKL_DYNAMIC MKL_CBWR
+    MKL_ENABLE_INSTRUCTIONS KMP_AFFINITY KMP_BLOCKTIME OPENBLAS_NUM_THREADS TORCH_LOGS TORCH_COMPILE_DEBUG
+    TORCH_COMPILE_DISABLE TORCHDYNAMO_DISABLE TORCH_DISTRIBUTED_DEBUG TORCH_CPP_LOG_LEVEL TORCH_SHOW_CPP_STACKTRACES
+    TORCH_USE_CUDA_DSA TORCH_ALLOW_TF32_CUBLAS_OVERRIDE TORCH_BLAS_PREFER_CUBLASLT TORCH_CUDNN_V8_API_DISABLED
+    TORCH_FR_BUFFER_SIZE TORCH_SYMM_MEM_DISABLE_MULTICAST TORCH_NCCL_ASYNC_ERROR_HANDLING
+    TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_ENABLE_MONITORING
+    TORCH_NCCL_ENABLE_TIMING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_HIGH_PRIORITY TORCH_NCCL_TRACE_BUFFER_SIZE
+    TORCH_NCCL_USE_COMM_NONBLOCKING TORCHINDUCTOR_CACHE_DIR TORCHINDUCTOR_COMPILE_THREADS
+    TORCHINDUCTOR_FORCE_DISABLE_CACHES TORCHINDUCTOR_FREEZING TORCHINDUCTOR_FX_GRAPH_CACHE
+    TORCHINDUCTOR_MAX_AUTOTUNE TORCHINDUCTOR_MAX_AUTOTUNE_GEMM TORCHINDUCTOR_COORDINATE_DESCENT_TUNING
     PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_NVML_BASED_CUDA_CHECK
-    PYTORCH_JIT TRITON_CACHE_DIR TRITON_DEBUG TRITON_INTERPRET
-    TOKENIZERS_PARALLELISM PYTHONHASHSEED RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
-    TITANLAB_CACHE HF_HUB_OFFLINE HF_HOME LD_PRELOAD
+    PYTORCH_JIT TRITON_CACHE_DIR TRITON_DEBUG TRITON_INTERPRET TOKENIZERS_PARALLELISM PYTHONHASHSEED RANK WORLD_SIZE
+    LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TITANLAB_CACHE HF_HUB_OFFLINE HF_HOME LD_PRELOAD
     SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_PARTITION SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES SLURM_NTASKS SLURM_NNODES
     SLURM_NODEID SLURM_RESTART_COUNT SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE
     SLURM_CLUSTER_NAME SLURM_SUBMIT_HOST
@@ -194,12 +172,7 @@ _HIDDEN = "[hidden]"
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """The code and the machine of a run.
-
-    Attributes:
-        record: the content of env.json.
-        patch: the difference of the code to its commit, of bounded size; None if there is no difference.
-    """
+    """The content of env.json, and the difference of the code to its commit, of bounded size; None: there is none."""
 
     record: Mapping[str, Any]
     patch: str | None
@@ -219,8 +192,7 @@ def collect(
         devices: facts about the accelerators: name, count, memory_gib …
         launcher: the kind of program that started the ranks: `local`, `torchrun`, `slurm`.
         threads: of torch, in each rank; None: no rank is started.
-        arguments: the command line; None: this process's.
-        environ: environment variables; None: this process's.
+        arguments, environ: command line and environment variables; None: this process's.
     """
     package = Path(titanlab.__file__).parent
     git = git_state(package)
@@ -257,10 +229,8 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of those packages that are installed; none is imported."""
     installed = {}
     for name in packages:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return installed
 
 
@@ -300,11 +270,12 @@ def _host() -> dict[str, Any]:
         memory_gib = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 2)
     except (OSError, ValueError, AttributeError):
         memory_gib = None
+    cores = os.cpu_count()
     return {
         "name": socket.gethostname(),
         "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores,
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores,
         "memory_gib": memory_gib,
     }
 

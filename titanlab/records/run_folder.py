@@ -2,6 +2,10 @@
 
 The submitter makes it, or the process that launches the ranks. One rank writes metrics, status and result; every rank
 may write a note of its own failure.
+
+metrics.jsonl has one JSON object a line; one rank appends rows, and others may read at the same time. Every row has
+`kind`, `step`, `attempt` and `time`. The first row of an attempt has the kind `attempt`, and its step is the step that
+the attempt resumed from. Rows of earlier attempts for later steps stay in the file but are ignored.
 """
 
 from __future__ import annotations
@@ -9,27 +13,35 @@ from __future__ import annotations
 import contextlib
 import getpass
 import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from titanlab.errors import ConfigError
 from titanlab.records import claim
-from titanlab.records.config_file import config_text, read_config
+from titanlab.records.files import RESTORE, config_text, read_config, read_optional, read_typed
 from titanlab.records.identity import Identity
-from titanlab.records.json_file import RESTORE, read_optional, read_typed
 from titanlab.records.logs import write_marks
-from titanlab.records.metrics_file import MetricsWriter, read_metrics
 from titanlab.records.outcome import Outcome
-from titanlab.system import FolderGone, user_path, write_json, write_text
+from titanlab.system import (
+    FolderGone,
+    finite,
+    open_to_write,
+    parse_json,
+    read_bytes,
+    user_path,
+    write_json,
+    write_text,
+)
 
 SCHEMA = 1
 FOLDER_NAME = re.compile(r"(?P<name>.+)-(?P<hash8>[0-9a-f]{8})")
@@ -44,33 +56,24 @@ _SUBFOLDERS = ("attempts", "checkpoints", "logs", "traces")
 _LONGEST = 100
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{_LONGEST - 1}}}")
 
-STATES = ("prepared", "starting", "running", "saving", "ended")
+State = Literal["prepared", "starting", "running", "saving", "ended"]
+STATES = get_args(State)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The content of status.json.
+    """The content of status.json, which the process `pid` on `host` has written."""
 
-    Attributes:
-        state: one of STATES.
-        step, steps: optimizer steps done, and in all.
-        attempt: number of the attempt, from 1; 0 before the first.
-        pid, host: the process that wrote the file.
-        updated: when it was written, in seconds since the epoch.
-        seconds_left: an estimate; None if there is none.
-        outcome: the kind of outcome; None before the run has ended.
-        metrics: the latest row of metrics.jsonl, so that a table of many runs need not read that file.
-    """
-
-    state: str
+    state: State
     step: int = 0
     steps: int | None = None
-    attempt: int = 0
+    attempt: int = 0  # from 1; 0 before the first
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
-    updated: float = field(default_factory=time.time)
-    seconds_left: float | None = None
-    outcome: str | None = None
+    updated: float = field(default_factory=time.time)  # seconds since the epoch
+    seconds_left: float | None = None  # an estimate
+    outcome: str | None = None  # the kind of outcome; None before the run has ended
+    # The latest row of metrics.jsonl, so that a table of many runs need not read that file.
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -96,17 +99,15 @@ class RunFolder:
 
     @property
     def sweep(self) -> str:
-        """Name of the sweep that the run belongs to."""
         return self.path.parent.name
 
     @property
     def logs(self) -> Path:
-        """Folder of the text that processes print."""
+        """What processes print."""
         return self.path / "logs"
 
     @property
     def checkpoints(self) -> Path:
-        """Saved states, one folder each."""
         return self.path / "checkpoints"
 
     @property
@@ -123,12 +124,12 @@ class RunFolder:
         """Folder of one attempt's config, environment, result and failures of ranks."""
         return self.path / "attempts" / str(attempt)
 
-    def _folder(self, attempt: int | None) -> Path:
-        return self.path if attempt is None else self.attempt_folder(attempt)
+    def _file(self, name: str, attempt: int | None) -> Path:
+        return (self.path if attempt is None else self.attempt_folder(attempt)) / name
 
     def config(self, attempt: int | None = None) -> dict[str, Any]:
         """The resolved recipe with which the run was made, or the recipe of one attempt."""
-        return read_config(self._folder(attempt) / "config.yaml")
+        return read_config(self._file("config.yaml", attempt))
 
     def section(self, group: str) -> dict[str, Any]:
         """The values of one group of the recipe with which the run was made; empty if it has none."""
@@ -142,14 +143,8 @@ class RunFolder:
         return read_typed(self.path / "identity.json", Identity, schema=SCHEMA)
 
     def created(self) -> float | None:
-        """`Identity.created`; None without identity.json."""
-        identity = self.identity()
-        return None if identity is None else identity.created
-
-    def tracker_id(self) -> str | None:
-        """`Identity.tracker_id`; None without identity.json."""
-        identity = self.identity()
-        return None if identity is None else identity.tracker_id
+        """When the folder was made, in seconds since the epoch; None: it was not recorded."""
+        return None if (identity := self.identity()) is None else identity.created
 
     def parent(self) -> tuple[str, int] | None:
         """The run, as `sweep/folder`, and the step of the checkpoint from which this run started; None: it did not."""
@@ -160,7 +155,7 @@ class RunFolder:
 
     def env(self, attempt: int | None = None) -> dict[str, Any] | None:
         """Code, versions and machine of the latest attempt, or of the given attempt, without damaged sections."""
-        record = read_optional(self._folder(attempt) / "env.json")
+        record = read_optional(self._file("env.json", attempt))
         if record is None:
             return None
         record = {name: value for name, value in record.items() if name not in _ENV_SECTIONS or isinstance(value, dict)}
@@ -171,11 +166,8 @@ class RunFolder:
 
     def status(self) -> Status | None:
         """The run's status; None if there is no status.json."""
-        path, cure = self.path / "status.json", "remove that file: it is written anew when the run goes on"
-        status = read_typed(path, Status, schema=SCHEMA, cure=cure)
-        if status is not None and status.state not in STATES:
-            raise ConfigError("state", status.state, f"is none of {', '.join(STATES)} in {path}", cure)
-        return status
+        cure = "remove that file: it is written anew when the run goes on"
+        return read_typed(self.path / "status.json", Status, schema=SCHEMA, cure=cure)
 
     def known_status(self) -> Status | None:
         """The run's status; None if status.json is missing or damaged, for callers that will replace it."""
@@ -186,7 +178,7 @@ class RunFolder:
 
     def result(self, attempt: int | None = None) -> Outcome | None:
         """How the latest attempt, or the given attempt, ended; None if it has not ended."""
-        return read_typed(self._folder(attempt) / "result.json", Outcome, schema=SCHEMA)
+        return read_typed(self._file("result.json", attempt), Outcome, schema=SCHEMA)
 
     def check_files(self) -> None:
         """Check that config, identity, status and result can be read."""
@@ -201,8 +193,9 @@ class RunFolder:
         for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json"):
             # Skip a damaged note; the others hold the cause.
             with contextlib.suppress(ConfigError):
-                failures.append(read_typed(path, Outcome, schema=SCHEMA))
-        return sorted((failure for failure in failures if failure), key=lambda outcome: outcome.rank or 0)
+                if (failure := read_typed(path, Outcome, schema=SCHEMA)) is not None:
+                    failures.append(failure)
+        return sorted(failures, key=lambda outcome: outcome.rank or 0)
 
     def stopped(self, attempt: int) -> str | None:
         """A sentence about the stopped ranks (SIGSTOP) of an attempt in progress; None: none is known to be stopped."""
@@ -273,7 +266,7 @@ class RunFolder:
         return claim.is_claimed(self.path)
 
     def metrics(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """The valid rows of metrics.jsonl, as `metrics_file.read_metrics` returns them."""
+        """The valid rows of metrics.jsonl, as `read_metrics` returns them."""
         return read_metrics(self.path / "metrics.jsonl", kind)
 
     def note_chosen(self, attempt: int, step: int) -> None:
@@ -322,16 +315,11 @@ class RunFolder:
         raise AssertionError("a million attempts")
 
     def open_metrics(self, attempt: int, *, resumed_step: int = 0) -> MetricsWriter:
+        """Open metrics.jsonl for the rows of an attempt."""
         return MetricsWriter(self.path / "metrics.jsonl", attempt=attempt, resumed_step=resumed_step)
 
     def write_status(self, status: Status) -> None:
-        """Replace status.json.
-
-        Raises:
-            FolderGone: the run's folder was moved or removed.
-        """
-        if status.state not in STATES:
-            raise ValueError(f"{status.state!r} is none of {STATES}")
+        """Replace status.json. FolderGone: the run's folder was moved or removed."""
         try:
             write_json(self.path / "status.json", {"schema": SCHEMA, **asdict(status)})
         except FileNotFoundError as error:
@@ -345,8 +333,7 @@ class RunFolder:
         Attempt 0 means that the run ended while it waited, outside any attempt; then only the run gets a result.
         """
         if outcome.attempt:
-            folder = self.attempt_folder(outcome.attempt)
-            self._write_end(folder / "result.json", outcome)
+            self._write_end(self.attempt_folder(outcome.attempt) / "result.json", outcome)
         self._write_end(self.path / "result.json", outcome)
         status = self.known_status() or Status(state="ended")
         self.write_status(
@@ -514,3 +501,103 @@ def open_run(path: Path | str) -> RunFolder:
         rule = "has no config.yaml" if path.is_dir() else "is no folder"
         raise ConfigError("run", path, rule, "name the folder of a run, such as runs/single/quickstart-1a2b3c4d")
     return RunFolder(path)
+
+
+ATTEMPT = "attempt"
+TRAIN = "train"
+VALIDATION = "validation"
+EXPERTS = "experts"
+"""Kind of rows with counts of tokens by block and expert; these are not metrics, so trackers do not get them."""
+_EVERY_ROW = ("kind", "step", "attempt", "time")
+# The largest file that is read; a million rows have 0.6 GB.
+_MOST_BYTES = 1 << 34
+
+
+class MetricsWriter:
+    """Appends rows to a metrics.jsonl, each in one write: at most the last row can be incomplete after a crash.
+
+    Numbers that are not finite become null.
+    """
+
+    def __init__(
+        self, path: Path, *, attempt: int, resumed_step: int = 0, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._attempt = attempt
+        self._clock = clock
+        self._descriptor = open_to_write(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        self._rest = b""
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            # End the incomplete line of an attempt that crashed, so that the next row starts a new line.
+            os.write(self._descriptor, b"\n")
+        self.write(ATTEMPT, resumed_step, {})
+
+    def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append one row. OSError: the disk is full or unreachable; `flush` writes the rest of the row."""
+        row = {"kind": kind, "step": step, "attempt": self._attempt, "time": round(self._clock(), 3), **metrics}
+        line = json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+        self._rest += line.encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the rest of a row that did not fit on a full disk."""
+        while self._rest:
+            self._rest = self._rest[os.write(self._descriptor, self._rest) :]
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def metrics_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a row, without the keys that every row has."""
+    return {key: value for key, value in row.items() if key not in _EVERY_ROW}
+
+
+def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The valid rows, sorted by step: for each kind and step, the row of the latest attempt.
+
+    Incomplete lines are skipped; a missing file has no rows.
+
+    Args:
+        kind: only rows of this kind; None: all kinds but `attempt`. `attempt`: the first row of every attempt.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        text = read_bytes(path, most_bytes=_MOST_BYTES)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror or type(error).__name__})"
+        raise ConfigError("run", path, rule, "restore that file, or remove it") from error
+    rows = []
+    for line in text.split(b"\n"):
+        with contextlib.suppress(ValueError):
+            row = parse_json(line)
+            # `type`, because JSON's true is not a number.
+            kinds = [type(row.get(key)) for key in _EVERY_ROW[:3]] if isinstance(row, dict) else None
+            if kinds == [str, int, int]:
+                rows.append(row)
+    attempts = [row for row in rows if row["kind"] == ATTEMPT]
+    if kind == ATTEMPT:
+        return attempts
+    resumed = {row["attempt"]: row["step"] for row in attempts}
+    latest: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows:
+        is_selected = row["kind"] != ATTEMPT if kind is None else row["kind"] == kind
+        if not is_selected or any(row["attempt"] < later and row["step"] > step for later, step in resumed.items()):
+            continue
+        key = (row["kind"], row["step"])
+        if key not in latest or latest[key]["attempt"] <= row["attempt"]:
+            latest[key] = row
+    return sorted(latest.values(), key=lambda row: row["step"])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.records.json_file import loaded
+from titanlab.records.files import loaded
 from titanlab.records.run_folder import RunFolder
 from titanlab.system import read_text, user_path
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +19,8 @@ from titanlab.report.figures.style import records_of
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep import SweepFolder, groups, rank, ranking_lines
 from titanlab.system import user_path
-from titanlab.techniques.schedule.action import Kind
+from titanlab.techniques.schedule.action import Kind, Timeline, simulate
 from titanlab.techniques.schedule.contract import PipelineSchedule
-from titanlab.techniques.schedule.timeline import Timeline, simulate
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -52,9 +53,8 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
             recipes with the same global batch (strong scaling).
 
     Returns:
-        Columns: `recipe`, `layout.label`, `world`, `reference` (its recipe), `tokens_per_second` of one device,
-        `tokens_per_second_all`, `speedup`, `efficiency_percent`, `mfu_percent`, `oversubscribed`, `runs` (number of
-        runs in the medians).
+        The columns `SCALING_COLUMNS`; `reference` is a recipe, `tokens_per_second` that of one device, and `runs` the
+        number of runs in the medians.
     """
     import pandas as pd
 
@@ -104,9 +104,8 @@ def memory_frame(path: Path | str) -> DataFrame:
     tensors, because the measurement there is the resident memory of the process.
 
     Returns:
-        Columns: `run`, `name`, `layout.label`, `world`, `precision`, `ac`, `pipeline_rank`, `moment` (`loss`,
-        `backward`, `end` or `optimizer`), `item.NAME` in GiB, `tensors_gib` (their sum), `estimated_gib`,
-        `measured_gib` (empty where a run has not ended well), `error_percent` of the estimate.
+        The columns `MEMORY_COLUMNS`; `moment` is `loss`, `backward`, `end` or `optimizer`, `item.NAME` in GiB,
+        `tensors_gib` their sum, and `measured_gib` empty where a run has not ended well.
 
     Raises:
         ConfigError: the path is not the folder of a sweep.
@@ -123,8 +122,8 @@ def memory_frame(path: Path | str) -> DataFrame:
             most, machine = most_memory(recipe), machine_of(recipe)
         except ConfigError:
             continue  # The devices are unknown.
-        measured, estimated = row["memory_gib"], reserved_bytes(recipe, machine, most) / _GIB
-        is_measured = row["outcome"] == "done" and measured is not None
+        estimated = reserved_bytes(recipe, machine, most) / _GIB
+        measured = row["memory_gib"] if row["outcome"] == "done" else None
         rows.append(
             {
                 **{name: row[name] for name in ("run", "name", "layout.label", "world", "precision", "ac")},
@@ -133,8 +132,8 @@ def memory_frame(path: Path | str) -> DataFrame:
                 **{f"{ITEM}{item}": most.items[item] / _GIB for item in ITEMS},
                 "tensors_gib": most.allocated / _GIB,
                 "estimated_gib": estimated,
-                "measured_gib": measured if is_measured else None,
-                "error_percent": 100 * (estimated / measured - 1) if is_measured else None,
+                "measured_gib": measured,
+                "error_percent": 100 * (estimated / measured - 1) if measured else None,
             }
         )
     numbers = [name for name in MEMORY_COLUMNS if name.endswith(("_gib", "_percent"))]
@@ -193,17 +192,12 @@ def schedules_frame(
     """
     import pandas as pd
 
-    microbatches = list(microbatches)
     rows = []
-    for name, schedule in schedules().items():
-        for size in ranks:
-            for count in microbatches:
-                try:
-                    timeline = _simulated(schedule, size, count, DURATIONS, transfer)
-                except ConfigError:
-                    continue
-                own = {"schedule": name, "ranks": size, "microbatches": count, "step": timeline.duration}
-                rows.append({**own, "stages_per_rank": len(timeline.placement) // size, **_idle(timeline)})
+    for (name, schedule), size, count in itertools.product(schedules().items(), ranks, microbatches):
+        with contextlib.suppress(ConfigError):
+            timeline = _simulated(schedule, size, count, DURATIONS, transfer)
+            own = {"schedule": name, "ranks": size, "microbatches": count, "step": timeline.duration}
+            rows.append({**own, "stages_per_rank": len(timeline.placement) // size, **_idle(timeline)})
     names = ["schedule", "ranks", "microbatches", "stages_per_rank", "step", *_IDLE]
     return pd.DataFrame(rows, columns=names)
 
@@ -213,10 +207,6 @@ def pipelines_frame(path: Path | str) -> DataFrame:
 
     `busy_seconds` is the measured step without the bubble of the simulation: the time of a pipeline that is never idle.
     It includes the optimizer and waiting for data.
-
-    Returns:
-        Columns: `run`, `name`, `layout.label`, `schedule`, `ranks`, `stages`, `microbatches`, `bubble_percent`,
-        `peak_in_flight`, `step_seconds` (measured), `busy_seconds`, `oversubscribed` (the speed says nothing).
 
     Raises:
         ConfigError: the path is not the folder of a sweep.
@@ -269,8 +259,8 @@ def differences_frame(steps: DataFrame, reference: str) -> DataFrame:
         reference: folder name of the run with which the others are compared.
 
     Returns:
-        Columns: `run`, `name`, `layout.label`, `step`, `tokens`, `loss_difference`, `grad_norm_difference` (a share:
-        0.01 is 1 %; empty where a value is missing or not finite). The reference itself has no rows.
+        The columns `DIFFERENCE_COLUMNS`; a difference is a share (0.01 is 1 %), and empty where a value is missing or
+        not finite. The reference itself has no rows.
 
     Raises:
         ConfigError: the frame has no such run.
@@ -299,14 +289,7 @@ def differences_frame(steps: DataFrame, reference: str) -> DataFrame:
 
 
 def largest_differences(differences: DataFrame) -> DataFrame:
-    """One row for each run: its largest differences over all steps, and how many steps were compared.
-
-    Args:
-        differences: the frame of `differences_frame`.
-
-    Returns:
-        Columns: `run`, `name`, `layout.label`, `steps`, `loss_difference`, `grad_norm_difference`.
-    """
+    """One row for each run of `differences_frame`: its largest differences, and how many steps were compared."""
     named = differences.groupby(["run", "name", "layout.label"], sort=False)
     frame: DataFrame = named.agg(steps=("step", "count"), **{name: (name, "max") for name in (LOSS, GRAD_NORM)})
     return frame.reset_index()

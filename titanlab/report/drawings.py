@@ -1,4 +1,4 @@
-"""The analyses as figures with matplotlib; each function takes the frame of an analysis, and returns one figure."""
+"""The frames of `titanlab.report.analyses` as figures with matplotlib: `draw_scaling` draws a `scaling_frame`, …"""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _QUANTITIES = {LOSS: "loss", GRAD_NORM: "gradient norm"}
 
 
 def draw_scaling(scaling: DataFrame) -> Figure:
-    """Efficiency of each recipe: tokens per second of one device, in percent of the reference's.
-
-    Args:
-        scaling: the frame of `titanlab.report.analyses.scaling_frame`.
-    """
+    """Efficiency of each recipe: tokens per second of one device, in percent of the reference's."""
     shown = scaling.head(style.MOST_BARS)
     figure, axis = style.new_bars(len(shown), "scaling efficiency by layout", above=1.5)
     longest = max([100.0, *shown["efficiency_percent"]])
@@ -48,11 +44,7 @@ def draw_scaling(scaling: DataFrame) -> Figure:
 
 
 def draw_memory(memory: DataFrame) -> Figure:
-    """The planner's items of memory as stacked bars, and the measurement as a mark.
-
-    Args:
-        memory: the frame of `titanlab.report.analyses.memory_frame`.
-    """
+    """The planner's items of memory as stacked bars, and the measurement as a mark."""
     shown = memory.head(style.MOST_BARS)
     title = "memory: the planner's items, and the measurement"
     figure, axis = style.new_bars(len(shown), title, above=1.7, bar=0.42)
@@ -78,11 +70,7 @@ def draw_memory(memory: DataFrame) -> Figure:
 
 
 def draw_bubbles(schedules: DataFrame) -> Figure:
-    """Idle time against the number of microbatches, one line for each schedule.
-
-    Args:
-        schedules: the frame of `titanlab.report.analyses.schedules_frame`, for one number of ranks.
-    """
+    """Idle time against the number of microbatches, one line for each schedule; of one number of ranks."""
     ranks = ", ".join(map(str, sorted(set(schedules["ranks"]))))
     figure, axis = style.new_figure(4.2, f"bubble of a pipeline of {ranks} ranks" if ranks else "bubble of a pipeline")
     names = list(dict.fromkeys(schedules["schedule"]))
@@ -105,7 +93,6 @@ def draw_differences(differences: DataFrame, *, column: str = LOSS, tolerance: f
     """Relative differences from the reference by step, on a logarithmic axis; equal values are not drawn.
 
     Args:
-        differences: the frame of `titanlab.report.analyses.differences_frame`.
         column: `loss_difference` or `grad_norm_difference`.
         tolerance: drawn as a dashed line.
     """

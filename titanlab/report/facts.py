@@ -20,7 +20,6 @@ from titanlab.sweep import (
     groups,
     rank,
     runs,
-    sentence_of,
 )
 from titanlab.system import counted, significant
 
@@ -29,16 +28,18 @@ _MOST_RECIPES = 24
 
 @dataclass(frozen=True)
 class Facts:
-    """A sweep at one moment.
+    """A sweep at one moment, and the answer that its runs give.
 
     Attributes:
         rows: of its table, with a value or None in each column.
         made: when they were read, in seconds since the epoch.
+        by: the figure by which the recipes are ranked: `tps`, `mfu` or `memory`.
     """
 
     sweep: SweepFolder
     rows: Sequence[Mapping[str, Any]]
     made: float
+    by: str = "tps"
     _metrics: dict[str, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -64,13 +65,47 @@ class Facts:
         """The fastest recipes, each with one run that stands for it; their number is limited."""
         return [(group, representative(group)) for group in self.groups[:_MOST_RECIPES]]
 
+    @cached_property
+    def ranking(self) -> SweepRanking:
+        return rank(self.rows, by=self.by)
+
+    @cached_property
+    def speeds(self) -> SweepRanking:
+        """The ranking by tokens per second."""
+        return self.ranking if self.by == "tps" else rank(self.rows, by="tps")
+
+    @property
+    def best(self) -> RecipeRuns | None:
+        """The recipe with the best figure; if none is ranked, one with a finished run. None: no run is finished."""
+        if self.ranking.first is not None:
+            return self.ranking.first.group
+        ended = (entry.group for entry in self.ranking.entries if representative(entry.group)["outcome"] == "done")
+        return next(ended, None)
+
+    @cached_property
+    def bands(self) -> Mapping[str, tuple[float, float]]:
+        """The interval of 95 % of a recipe's tokens per second, by its label."""
+        return {
+            entry.label: (entry.low, entry.high)
+            for entry in self.speeds.ranked
+            if entry.low is not None and entry.high is not None and math.isfinite(entry.high)
+        }
+
+    @property
+    def band_text(self) -> str:
+        """The basis of the intervals."""
+        noise, degrees = significant(self.speeds.noise_percent or 0, 2), self.speeds.degrees
+        return (
+            f"The line with ends is the interval of 95 % around a recipe's mean, from a noise of {noise} % "
+            f"between runs of one recipe, pooled over all that have repeats ({counted(degrees, 'degree')} of freedom)."
+        )
+
     def run(self, row: Mapping[str, Any]) -> RunFolder:
         return self.sweep.run(str(row["run"]))
 
     def config(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """The recipe of a run's latest attempt; None: it cannot be read."""
-        run = self.run(row)
-        attempt = row["attempt"] or None
+        run, attempt = self.run(row), row["attempt"] or None
         try:
             return run.config(attempt if attempt and run.attempt_folder(attempt).is_dir() else None)
         except (TitanlabError, OSError):
@@ -98,71 +133,12 @@ def representative(group: RecipeRuns) -> Mapping[str, Any]:
 
 def checked(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows, with None in place of a value of another type than its column's, or that is not finite."""
-    sound = [{name: fitting_value(name, value) for name, value in row.items()} for row in rows]
-    return [
-        {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
-        for row in sound
-    ]
 
+    def sound(name: str, value: Any) -> Any:
+        value = fitting_value(name, value)
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-def at(value: Any, *keys: str) -> Any:
-    """The value below some keys of nested mappings; None if there is none."""
-    for key in keys:
-        if not isinstance(value, Mapping):
-            return None
-        value = value.get(key)
-    return value
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer that the runs give.
-
-    Attributes:
-        ranking: of the recipes, by the figure that the reader chose.
-        speeds: the same by tokens per second.
-    """
-
-    ranking: SweepRanking
-    speeds: SweepRanking
-
-    @property
-    def sentence(self) -> str:
-        return sentence_of(self.ranking)
-
-    @property
-    def best(self) -> RecipeRuns | None:
-        """The recipe with the best figure; if none is ranked, one with a finished run. None: no run is finished."""
-        if self.ranking.first is not None:
-            return self.ranking.first.group
-        groups_done = (
-            entry.group for entry in self.ranking.entries if any(row["outcome"] == "done" for row in entry.group.rows)
-        )
-        return next(groups_done, None)
-
-    @cached_property
-    def bands(self) -> Mapping[str, tuple[float, float]]:
-        """The interval of 95 % of a recipe's tokens per second, by its label."""
-        return {
-            entry.label: (entry.low, entry.high)
-            for entry in self.speeds.ranked
-            if entry.low is not None and entry.high is not None and math.isfinite(entry.high)
-        }
-
-    @property
-    def band_text(self) -> str:
-        """The basis of the intervals."""
-        noise, degrees = significant(self.speeds.noise_percent or 0, 2), self.speeds.degrees
-        return (
-            f"The line with ends is the interval of 95 % around a recipe's mean, from a noise of {noise} % "
-            f"between runs of one recipe, pooled over all that have repeats ({counted(degrees, 'degree')} of freedom)."
-        )
-
-
-def answer_of(facts: Facts, *, by: str) -> Answer:
-    """Rank the recipes of a sweep by `tps`, `mfu` or `memory`."""
-    ranking = rank(facts.rows, by=by)
-    return Answer(ranking, ranking if by == "tps" else rank(facts.rows, by="tps"))
+    return [{name: sound(name, value) for name, value in row.items()} for row in rows]
 
 
 # Keys that name a run or its place, but do not change what it computes.
@@ -180,20 +156,19 @@ def differences(
     config = facts.config(reference)
     if config is None:
         return None
-    comparison = []
+
+    def shown(text: str) -> str:
+        text = redact(text)
+        return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
+
+    comparison: list[tuple[RecipeRuns, list[tuple[str, str, str]] | None]] = []
     for group in facts.groups:
         is_reference = reference["run"] in (row["run"] for row in group.rows)
         other = facts.config(reference if is_reference else representative(group))
-        items = None
-        if other is not None:
-            items = [(key, _shown(old), _shown(new)) for key, old, new in differing(config, other, _NAMES)]
-        comparison.append((group, items))
+        different = [] if other is None else differing(config, other, _NAMES)
+        items = [(key, shown(old), shown(new)) for key, old, new in different]
+        comparison.append((group, None if other is None else items))
     return comparison
-
-
-def _shown(text: str) -> str:
-    text = redact(text)
-    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
 
 
 def sources(facts: Facts) -> list[dict[str, Any]]:
@@ -235,22 +210,27 @@ def moment(seconds: float | None) -> str:
 
 
 def _origin(row: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, str]:
-    git = at(env, "code", "git")
-    commit, branch = _text(at(git, "sha"))[:12], _text(at(git, "branch"))
-    changed = ", with changes" if at(git, "dirty") is True else ""
-    name, cpu, cores = (at(env, "host", key) for key in ("name", "cpu", "usable_cores"))
-    machine = ", ".join(filter(None, [_text(cpu), f"{_text(cores)} cores" if cores is not None else ""]))
+    def known(*keys: str) -> str:
+        """The value below some keys of nested mappings; a stranger's file may have anything there."""
+        value: Any = env
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return "" if value is None else str(value)
+
+    commit, branch, cores = (
+        known("code", "git", "sha")[:12],
+        known("code", "git", "branch"),
+        known("host", "usable_cores"),
+    )
+    changed = ", with changes" if known("code", "git", "dirty") == "True" else ""
+    machine = ", ".join(filter(None, [known("host", "cpu"), f"{cores} cores" if cores else ""]))
     return {
-        "code": _text(at(env, "code", "fingerprint"))[:12],
+        "code": known("code", "fingerprint")[:12],
         "commit": (commit + (f" ({branch})" if branch else "") + changed) if commit else "",
-        "titanlab": _text(at(env, "code", "version")),
-        "torch": _text(at(env, "packages", "torch")),
-        "Python": _text(at(env, "python", "version")),
-        "device": _text(row["device"]) or _text(row["accelerator"]),
-        "host": _text(name) + (f" ({machine})" if machine else ""),
-        "launcher": _text(row["launcher"]),
+        "titanlab": known("code", "version"),
+        "torch": known("packages", "torch"),
+        "Python": known("python", "version"),
+        "device": str(row["device"] or row["accelerator"] or ""),
+        "host": known("host", "name") + (f" ({machine})" if machine else ""),
+        "launcher": str(row["launcher"] or ""),
     }
-
-
-def _text(value: Any) -> str:
-    return "" if value is None else str(value)

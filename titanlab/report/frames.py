@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,23 +36,15 @@ def sweep_frame(path: Path | str) -> DataFrame:
     path = user_path(path)
     if not path.is_file():
         sweep = folder_of(path)
-        return frame_of_rows(SweepTable(sweep).rows(), sweep.name)
+        return frame_of(arrow_table(SweepTable(sweep).rows(), sweep.name))
     try:
-        return _frame(parquet.read_table(path))
+        return frame_of(parquet.read_table(path))
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError("path", path, "is no parquet file", "name a sweep's folder, or SWEEP.parquet") from error
 
 
-def frame_of_rows(rows: Sequence[Mapping[str, Any]], sweep: str) -> DataFrame:
-    """The frame of a table's rows; its types are those of the files of `titanlab collect`.
-
-    Args:
-        rows: with all columns, as of `titanlab.sweep.rows.SweepTable`.
-    """
-    return _frame(arrow_table(rows, sweep))
-
-
-def _frame(table: Any) -> DataFrame:
+def frame_of(table: Any) -> DataFrame:
+    """The frame of an Arrow table; its types are those of the files of `titanlab collect`."""
     import pandas as pd
     import pyarrow as pa
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +16,11 @@ from titanlab.plan import machine_of, timeline_of
 from titanlab.plan.step_time import step_time
 from titanlab.recipe import Recipe, from_mapping
 from titanlab.records import EXPERTS
-from titanlab.report.facts import Answer, Facts
+from titanlab.report.facts import Facts
 from titanlab.report.figures import bars, over_time, scatter, style
-from titanlab.sweep import RecipeRuns, state_tone
+from titanlab.sweep import state_tone
 from titanlab.system import counted, grouped, significant
-from titanlab.techniques.schedule.timeline import simulate
+from titanlab.techniques.schedule.action import simulate
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _OVERSUBSCRIBED = (
     " Hollow or hatched marks are runs with more processes than cores, which took turns: their speed says nothing."
 )
+# What a recipe of a stranger may raise where its numbers are used.
+_UNUSABLE = (TitanlabError, ArithmeticError, ValueError, LookupError)
 _MOST_NAMED = 4
 _LONG = 40
 _MOST_RECIPES = 40
@@ -57,11 +60,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class PageTable:
-    """One table; the first cell of a row is its heading.
-
-    Attributes:
-        columns: whether the headings are names of columns, shown as code.
-    """
+    """One table; the first cell of a row is its heading. `columns`: headings are names of columns, shown as code."""
 
     caption: str
     headings: Sequence[str]
@@ -130,12 +129,12 @@ def speed_text(value: float) -> str:
     return grouped(value) if value >= 100 else significant(value)
 
 
-def figure_sections(facts: Facts, answer: Answer, *, by: str) -> list[Section]:
+def figure_sections(facts: Facts) -> list[Section]:
     """The sections with a figure, or the reason why there is none; a section about experts only if models have them."""
     has_mfu = any(row["mfu_percent"] is not None for row in facts.done)
     return [
-        _pareto(facts, speed="mfu_percent" if by == "mfu" and has_mfu else "tokens_per_second"),
-        _throughput(facts, answer),
+        _pareto(facts, speed="mfu_percent" if facts.by == "mfu" and has_mfu else "tokens_per_second"),
+        _throughput(facts),
         _step_time(facts),
         _loss(facts),
         *_experts(facts),
@@ -180,14 +179,14 @@ def _pareto(facts: Facts, *, speed: str) -> Section:
     )
 
 
-def _throughput(facts: Facts, answer: Answer) -> Section:
+def _throughput(facts: Facts) -> Section:
     kept = {id(row) for group in facts.groups[:_MOST_RECIPES] for row in group.rows}
     rows = facts.rows if len(facts.groups) <= _MOST_RECIPES else [row for row in facts.rows if id(row) in kept]
     measured = [(group, group.typical("tokens_per_second")) for group in facts.groups]
     shown = [f"{group.label} {grouped(value)}" for group, value in measured if value is not None]
     caption = "A bar is the geometric mean over the runs of a recipe, a white point is one run: the run is the unit."
-    if answer.bands:
-        caption += f" {answer.band_text}"
+    if facts.bands:
+        caption += f" {facts.band_text}"
     else:
         caption += " No recipe was run more than once, so that nothing is known of the noise between runs."
     notes = []
@@ -197,7 +196,7 @@ def _throughput(facts: Facts, answer: Answer) -> Section:
     return Section(
         id="throughput",
         title="Throughput by layout",
-        figure=bars.throughput_by_layout(rows, ranked=True, bands=answer.bands),
+        figure=bars.throughput_by_layout(rows, ranked=True, bands=facts.bands),
         caption=caption + _oversubscribed(facts),
         description=f"Bars of tokens per second of one device. {_listed(shown) or 'No run was measured'}.",
         columns=columns,
@@ -207,22 +206,16 @@ def _throughput(facts: Facts, answer: Answer) -> Section:
 
 
 def _step_time(facts: Facts) -> Section:
-    id, title = "step-time", "Where the time of a step goes"  # noqa: A001
     splits = measured_splits(facts)
-    is_measured = bool(splits)
-    splits = splits or estimated_splits(facts)
+    title, estimated = "Where the time of a step goes", ""
+    caption = "Measured with profiler=breakdown: the mean over ranks of the latest window of steps. "
+    hidden = "while nothing computes"
     if not splits:
-        return Section(id=id, title=title, texts=["Neither measured nor estimated for any recipe."])
-    if is_measured:
-        caption = (
-            "Measured with profiler=breakdown: the mean over ranks of the latest window of steps. "
-            "“Exposed” is communication of an axis while nothing computes."
-        )
-    else:
-        caption = (
-            "An estimate of the planner, and no measurement: no run has profiler=breakdown. "
-            "“Exposed” is communication of an axis that no computation hides."
-        )
+        splits, estimated = estimated_splits(facts), " (estimate)"
+        caption = "An estimate of the planner, and no measurement: no run has profiler=breakdown. "
+        hidden = "that no computation hides"
+    if not splits:
+        return Section(id="step-time", title=title, texts=["Neither measured nor estimated for any recipe."])
     parts = list(dict.fromkeys(name for split in splits for name, seconds in split.seconds.items() if seconds))
     clauses = []
     for split in splits:
@@ -236,18 +229,15 @@ def _step_time(facts: Facts) -> Section:
     if len(facts.groups) > len(facts.shown):
         notes.append(f"Only the {len(facts.shown)} fastest of {counted(len(facts.groups), 'recipe')} are looked at.")
     values = ([run_cell(each.run), *(cell(each.seconds.get(part), digits=3) for part in parts)] for each in splits)
+    heading = "Seconds of a step by part" + (", estimated" if estimated else "")
     return Section(
-        id=id,
-        title=title + ("" if is_measured else " (estimate)"),
+        id="step-time",
+        title=title + estimated,
         figure=bars.step_time_split(splits),
-        caption=caption,
+        caption=f"{caption}“Exposed” is communication of an axis {hidden}.",
         description=f"Stacked bars of the seconds of a step. {_listed(clauses)}.",
         columns=sorted({column for split in splits for column in split.columns}),
-        values=table(
-            "Seconds of a step by part" + ("" if is_measured else ", estimated"),
-            ["run", *map(bars.part_name, parts)],
-            values,
-        ),
+        values=table(heading, ["run", *map(bars.part_name, parts)], values),
         notes=notes,
     )
 
@@ -260,10 +250,10 @@ def measured_splits(facts: Facts) -> list[bars.StepSplit]:
     splits = []
     for group, _ in facts.shown:
         windows = ((row, facts.metrics(row, "breakdown")) for row in group.rows if row["step"])
-        row, own = next(((row, own) for row, own in windows if own), ({}, []))
+        row, own = next(((row, own) for row, own in windows if own), ({}, [{}]))
         seconds = {
             name: float(value)
-            for name, value in (own[-1] if own else {}).items()
+            for name, value in own[-1].items()
             if name.startswith(_BREAKDOWN) and isinstance(value, int | float) and value > 0
         }
         seconds.pop(f"{_BREAKDOWN}step(s)", None)
@@ -280,17 +270,11 @@ def estimated_splits(facts: Facts) -> list[bars.StepSplit]:
     """The planner's parts of a step, for the recipes whose machine it knows."""
     splits = []
     for group, row in facts.shown:
-        recipe = _recipe(facts, row)
-        if recipe is None:
-            continue
-        try:
-            parts = dict(step_time(recipe, machine_of(recipe)).parts)
-        except (TitanlabError, ArithmeticError, ValueError, LookupError):
-            continue
-        run = str(row["run"])
-        splits.append(
-            bars.StepSplit(run=run, label=group.label, seconds=parts, columns=["config.yaml"], is_measured=False)
-        )
+        if (recipe := _recipe(facts, row)) is not None:
+            with contextlib.suppress(*_UNUSABLE):
+                parts, run = dict(step_time(recipe, machine_of(recipe)).parts), str(row["run"])
+                split = bars.StepSplit(run=run, label=group.label, seconds=parts, columns=["config.yaml"])
+                splits.append(replace(split, is_measured=False))
     return splits
 
 
@@ -347,7 +331,7 @@ def _experts(facts: Facts) -> list[Section]:
         run = str(row["run"])
         rows = [load for metrics in facts.metrics(row, EXPERTS) if (load := _load(metrics)) is not None]
         if rows:
-            newest = replace(rows[-1], runs=[run], label=group.label)
+            newest = replace(rows[-1], runs=[run])
             load, labels = same.get(key := repr((newest.step, newest.steps, newest.counts)), (newest, []))
             same[key] = replace(load, runs=[*dict.fromkeys([*load.runs, run])]), [*labels, group.label]
     loads = []
@@ -399,10 +383,10 @@ def _load(metrics: Mapping[str, Any]) -> over_time.ExpertLoad | None:
 
 
 def _timelines(facts: Facts) -> Section:
-    id, title = "timeline", "Pipeline timelines"  # noqa: A001
+    section = Section(id="timeline", title="Pipeline timelines")
     drawn, left_out = pipelines(facts)
     if not drawn:
-        return Section(id=id, title=title, texts=["No recipe has a pipeline that can be drawn."])
+        return replace(section, texts=["No recipe has a pipeline that can be drawn."])
     caption = "Simulated from the schedule: a row is a rank of the pipeline, a box one action; grey is idle. "
     estimated = any(pipeline.unit for pipeline in drawn)
     caption += "Durations are the planner's estimates." if estimated else "A backward pass takes two forward passes."
@@ -415,9 +399,8 @@ def _timelines(facts: Facts) -> Section:
         known = (by_name[pipeline.run][name] for name in over_time.TIMELINE_COLUMNS)
         values.append([run_cell(pipeline.run), *known, idle, peaks])
     headings = ["run", *over_time.TIMELINE_COLUMNS, "idle, of all ranks' time", "most microbatches in flight, by rank"]
-    return Section(
-        id=id,
-        title=title,
+    return replace(
+        section,
         figure=over_time.pipeline_timelines(drawn),
         caption=caption,
         description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(clauses)}.",
@@ -448,43 +431,38 @@ def pipelines(facts: Facts) -> tuple[list[over_time.PipelineTimeline], list[str]
         if recipe is None:
             left_out.append(f"{group.label}: its config.yaml cannot be read")
             continue
+        schedule, ranks, count = recipe.schedule, recipe.layout.pipeline, recipe.microbatches
+        label = f"{group.label} · {schedule.kind}, {counted(count, 'microbatch', 'microbatches')}"
         try:
-            ranks, microbatches = recipe.layout.pipeline, recipe.microbatches
-            count = sum(map(len, recipe.schedule.actions(ranks=ranks, microbatches=microbatches)))
-            if cells + count > MOST_CELLS:
-                left_out.append(f"{group.label}: {count:,} actions are too many for a page")
+            orders = schedule.actions(ranks=ranks, microbatches=count)
+            actions = sum(map(len, orders))
+            if cells + actions > MOST_CELLS:
+                left_out.append(f"{group.label}: {actions:,} actions are too many for a page")
                 continue
-            timelines.append(_pipeline(recipe, group, str(row["run"])))
-            cells += count
-        except (TitanlabError, ArithmeticError, ValueError, LookupError) as error:
+            timeline = None
+            with contextlib.suppress(TitanlabError):
+                timeline, unit = timeline_of(recipe, machine_of(recipe)), "s, estimated"
+            if timeline is None:
+                # Without the planner's times a backward pass takes two forward passes.
+                timeline, unit = simulate(orders, schedule.placement(ranks=ranks)), ""
+        except _UNUSABLE as error:
             left_out.append(f"{group.label}: {error}")
+            continue
+        timelines.append(over_time.PipelineTimeline(run=str(row["run"]), label=label, timeline=timeline, unit=unit))
+        cells += actions
     return timelines, left_out
-
-
-def _pipeline(recipe: Recipe, group: RecipeRuns, run: str) -> over_time.PipelineTimeline:
-    """The timeline with the planner's times; without these, a backward pass takes two forward passes."""
-    label = f"{group.label} · {recipe.schedule.kind}, {counted(recipe.microbatches, 'microbatch', 'microbatches')}"
-    try:
-        timeline, unit = timeline_of(recipe, machine_of(recipe)), "s, estimated"
-    except TitanlabError:
-        timeline = None
-    if timeline is None:
-        ranks = recipe.layout.pipeline
-        orders = recipe.schedule.actions(ranks=ranks, microbatches=recipe.microbatches)
-        timeline, unit = simulate(orders, recipe.schedule.placement(ranks=ranks)), ""
-    return over_time.PipelineTimeline(run=run, label=label, timeline=timeline, unit=unit)
 
 
 def _recipe(facts: Facts, row: Mapping[str, Any]) -> Recipe | None:
     try:
         config = facts.config(row)
         return None if config is None else from_mapping(config)
-    except (TitanlabError, AssertionError, TypeError, ValueError, LookupError):
+    except (*_UNUSABLE, AssertionError, TypeError):
         return None
 
 
 def _estimates(facts: Facts) -> Section:
-    id, title = "estimate", "Estimate against measurement"  # noqa: A001
+    section = Section(id="estimate", title="Estimate against measurement")
     clauses = []
     for measured, estimated, what, _ in scatter.PAIRS:
         compared = scatter.compared(facts.rows, measured, estimated)
@@ -497,13 +475,11 @@ def _estimates(facts: Facts) -> Section:
     if not clauses:
         notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
         why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))
-        text = f"No run that is done has both an estimate and a measurement.{why}"
-        return Section(id=id, title=title, texts=[text])
+        return replace(section, texts=[f"No run that is done has both an estimate and a measurement.{why}"])
     columns = [column for measured, estimated, _, _ in scatter.PAIRS for column in (measured, estimated)]
     rows = [row for row in facts.done if any(row.get(estimated) is not None for _, estimated, _, _ in scatter.PAIRS)]
-    return Section(
-        id=id,
-        title=title,
+    return replace(
+        section,
         figure=scatter.estimate_against_measurement(facts.rows),
         caption="A point is a run. On the line the planner's estimate is right; the dashed lines are 20 % away."
         + _oversubscribed(facts),

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import titanlab
 from titanlab.errors import ConfigError
-from titanlab.report.facts import Answer, Facts, answer_of, checked, moment
+from titanlab.report.facts import Facts, checked, moment
 from titanlab.report.figures.style import printable
 from titanlab.report.frames import folder_of
 from titanlab.report.panels import Section, figure_sections
 from titanlab.report.sections import sections_of
-from titanlab.sweep import SweepFolder, SweepTable, notes_of, state_counts
+from titanlab.sweep import SweepFolder, SweepTable, notes_of, sentence_of, state_counts
 from titanlab.system import counted, grouped, user_path, write_text
 
 _FOLDER = Path(__file__).parent
+_SIZES = (("layers", "layers"), ("dim", "wide"))
 
 if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure
@@ -56,9 +57,8 @@ def write_report(
     check_matplotlib(sweep.name)
     from titanlab.report.figures import svg
 
-    facts = Facts(sweep, checked(rows), time.time())
-    answer = answer_of(facts, by=by)
-    sections = sections_of(facts, answer, by=by)
+    facts = Facts(sweep, checked(rows), time.time(), by)
+    sections = sections_of(facts)
     written = []
     if figures is not None:
         _make_folder(figures, key="--figures")
@@ -67,13 +67,13 @@ def write_report(
                 written.append(figures / f"{section.id}.{format}")
                 svg.save(section.figure, written[-1])
     _make_folder(into.parent, key="--into")
-    page = html(facts, answer, sections, into=into.parent)
+    page = html(facts, sections, into=into.parent)
     try:
         write_text(into, page)
     except OSError as error:
         rule = f"cannot be written ({error.strerror or error})"
         raise ConfigError("--into", into, rule, "try --into FILE or FOLDER of yours") from error
-    return Report(into, written, answer.sentence)
+    return Report(into, written, sentence_of(facts.ranking))
 
 
 def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigure]:
@@ -87,9 +87,8 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
     """
     sweep = folder_of(user_path(path))
     check_matplotlib(sweep.name)
-    facts = Facts(sweep, checked(SweepTable(sweep).rows()), time.time())
-    sections = figure_sections(facts, answer_of(facts, by=by), by=by)
-    return {section.id: section.figure for section in sections if section.figure is not None}
+    facts = Facts(sweep, checked(SweepTable(sweep).rows()), time.time(), by)
+    return {section.id: section.figure for section in figure_sections(facts) if section.figure is not None}
 
 
 def check_matplotlib(sweep: str) -> None:
@@ -111,7 +110,7 @@ def _make_folder(folder: Path, *, key: str) -> None:
         raise ConfigError(key, folder, rule, "name a folder of yours") from error
 
 
-def html(facts: Facts, answer: Answer, sections: Sequence[Section], *, into: Path) -> str:
+def html(facts: Facts, sections: Sequence[Section], *, into: Path) -> str:
     """The page.
 
     Args:
@@ -143,9 +142,9 @@ def html(facts: Facts, answer: Answer, sections: Sequence[Section], *, into: Pat
     }
     return environment.get_template("page.html").render(
         name=facts.sweep.name,
-        sentence=answer.sentence,
+        sentence=sentence_of(facts.ranking),
         facts=_facts(facts),
-        notes=[*notes_of(answer.ranking), *_notes(facts)],
+        notes=[*notes_of(facts.ranking), *_notes(facts)],
         sections=sections,
         drawn=drawn,
         css=Markup((_FOLDER / "style.css").read_text(encoding="utf-8")),
@@ -167,19 +166,17 @@ def _link(sweep: Path, run: str, into: Path) -> str:
 
 def _facts(facts: Facts) -> list[tuple[str, str]]:
     """The facts below the answer."""
-    devices = sorted({str(row["device"] or row["accelerator"]) for row in facts.runs if row["accelerator"]})
+    devices = {str(row["device"] or row["accelerator"]) for row in facts.runs if row["accelerator"]}
     models = set()
     for row in facts.runs:
-        sizes = [
-            f"{row[name]} {unit}" for name, unit in (("layers", "layers"), ("dim", "wide")) if row[name] is not None
-        ]
+        sizes = [f"{row[name]} {unit}" for name, unit in _SIZES if row[name] is not None]
         models |= {f"{row['model']} ({', '.join(sizes)})"} if row["model"] else set()
     starts = [row["started"] for row in facts.runs if row["started"]]
     ends = [row["ended"] for row in facts.runs if row["ended"]]
     pairs = [
         ("runs", state_counts(facts.rows).removeprefix(f"{counted(len(facts.runs), 'run')}: ")),
         ("recipes", grouped(len(facts.groups)) if facts.groups else ""),
-        ("model", _few(sorted(models))),
+        ("model", _few(models)),
         ("device", _few(devices)),
         ("began", moment(min(starts, default=None))),
         ("last ended", moment(max(ends, default=None))),
@@ -187,8 +184,8 @@ def _facts(facts: Facts) -> list[tuple[str, str]]:
     return [(label, value) for label, value in pairs if value]
 
 
-def _few(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
+def _few(texts: set[str]) -> str:
+    return ", ".join(sorted(texts)[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
 def _notes(facts: Facts) -> list[str]:

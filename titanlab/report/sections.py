@@ -11,7 +11,7 @@ from typing import Any
 from titanlab.errors import TitanlabError
 from titanlab.prove import PARITY_FILE, read_parity
 from titanlab.records import OutcomeKind, redact
-from titanlab.report.facts import Answer, Facts, command_line, differences, representative, sources
+from titanlab.report.facts import Facts, command_line, differences, representative, sources
 from titanlab.report.panels import Cell, PageTable, Section, cell, figure_sections, run_cell, speed_text, table
 from titanlab.sweep import failure_text, state_tone, state_word
 from titanlab.system import counted
@@ -22,14 +22,14 @@ _MOST_KEYS = 20
 _MOST_SOURCES = 4
 
 
-def sections_of(facts: Facts, answer: Answer, *, by: str) -> list[Section]:
+def sections_of(facts: Facts) -> list[Section]:
     """All sections; a section without content says why."""
     return [
         *(
-            replace(section, tables=[_recipes(facts, answer)]) if section.id == "throughput" else section
-            for section in figure_sections(facts, answer, by=by)
+            replace(section, tables=[_recipes(facts)]) if section.id == "throughput" else section
+            for section in figure_sections(facts)
         ),
-        _differences(facts, answer),
+        _differences(facts),
         _dropped(facts),
         _failures(facts),
         *_parity(facts.sweep.path),
@@ -37,9 +37,9 @@ def sections_of(facts: Facts, answer: Answer, *, by: str) -> list[Section]:
     ]
 
 
-def _recipes(facts: Facts, answer: Answer) -> PageTable:
+def _recipes(facts: Facts) -> PageTable:
     """A row for each recipe, in the order of the ranking: figures of its runs that are done."""
-    ranking = answer.ranking
+    ranking = facts.ranking
     places = {id(entry): place for place, entry in enumerate(ranking.ranked, 1)}
     rows = []
     for entry in (*ranking.entries, *([ranking.control] if ranking.control is not None else [])):
@@ -47,7 +47,7 @@ def _recipes(facts: Facts, answer: Answer) -> PageTable:
         near = place is not None and (ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
         standing = None if place is None else f"{place}{' (within noise)' if near else ''}"
         # The control may have the same label as another recipe.
-        band = None if entry.group.is_control else answer.bands.get(group.label)
+        band = None if entry.group.is_control else facts.bands.get(group.label)
         interval = "" if band is None else f"{speed_text(band[0])} to {speed_text(band[1])}"
         speed = group.typical("tokens_per_second")
         ends = (f"{count} {name}" if count > 1 else name for name, count in entry.ends.items())
@@ -76,30 +76,29 @@ def _recipes(facts: Facts, answer: Answer) -> PageTable:
     return table(caption, kept, [[row[name] for name in kept] for row in rows])
 
 
-def _differences(facts: Facts, answer: Answer) -> Section:
+def _differences(facts: Facts) -> Section:
     section = Section(id="configuration", title="Configuration against the best")
-    reference = representative(answer.best) if answer.best is not None else next(iter(facts.runs), None)
+    reference = representative(facts.best) if facts.best is not None else next(iter(facts.runs), None)
     if reference is None:
         return replace(section, texts=["The sweep has no run."])
     comparison = differences(facts, reference)
     name = str(reference["run"])
     if comparison is None:
         return replace(section, texts=[f"The config.yaml of {name} cannot be read."])
-    which = "the best" if answer.best is not None else "the first one, because no run is done"
+    which = "the best" if facts.best is not None else "the first one, because no run is done"
     intro = f"Compared with {name}, {which}. Names, paths and the number of the repeat are left out."
     rows = []
     for group, items in comparison:
         lines = [f"{key}: {ours} → {theirs}" for key, ours, theirs in items or ()]
-        left = len(lines) - _MOST_KEYS
-        shown: Cell | str
-        if lines:
-            more = [f"and {counted(left, 'key')} more"] if left > 0 else []
-            shown = Cell(text="", items=[*lines[:_MOST_KEYS], *more], more="\n".join(lines) if left > 0 else "")
-        elif items is None:
-            shown = "config.yaml cannot be read"
-        else:
-            is_reference = name in (row["run"] for row in group.rows)
-            shown = "the recipe that the others are compared with" if is_reference else "the same"
+        is_reference = name in (row["run"] for row in group.rows)
+        shown = Cell(text="the recipe that the others are compared with" if is_reference else "the same")
+        if items is None:
+            shown = Cell(text="config.yaml cannot be read")
+        elif (left := len(lines) - _MOST_KEYS) > 0:
+            first = [*lines[:_MOST_KEYS], f"and {counted(left, 'key')} more"]
+            shown = Cell(text="", items=first, more="\n".join(lines))
+        elif lines:
+            shown = Cell(text="", items=lines)
         rows.append([Cell(text=group.label, run=str(group.rows[0]["run"])), len(group.rows), shown])
     keys = table("Keys that differ", ["recipe", "runs", "key: best → here"], rows)
     return replace(section, texts=[intro], tables=[keys])
@@ -206,17 +205,16 @@ def _provenance(facts: Facts) -> Section:
     ]
     origin = facts.sweep.manifest().get("origin")
     texts = [f"The sweep is {origin}."] if isinstance(origin, str) and origin != "command line" else []
-    tables = []
+    section = Section(id="provenance", title="Provenance", texts=texts, command=command_line(facts))
     if not found:
-        texts.append("No run has begun, so that nothing is recorded of code and machines.")
-    else:
-        names = list(found[0])
-        headings, rows = names, [list(source.values()) for source in found]
-        if len(found) <= _MOST_SOURCES:
-            headings = ["fact", *(f"source {place}" for place, _ in enumerate(found, 1))]
-            rows = [[cell(name), *(source[name] for source in found)] for name in names]
-        tables = [table("Runs by the code, the versions and the machines that made them", headings, rows)]
-    return Section(id="provenance", title="Provenance", texts=texts, command=command_line(facts), tables=tables)
+        return replace(section, texts=[*texts, "No run has begun, so that nothing is recorded of code and machines."])
+    names = list(found[0])
+    headings, rows = names, [list(source.values()) for source in found]
+    if len(found) <= _MOST_SOURCES:
+        headings = ["fact", *(f"source {place}" for place, _ in enumerate(found, 1))]
+        rows = [[cell(name), *(source[name] for source in found)] for name in names]
+    caption = "Runs by the code, the versions and the machines that made them"
+    return replace(section, tables=[table(caption, headings, rows)])
 
 
 def _runs(names: Sequence[str]) -> Cell:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.records import TRAIN, VALIDATION
-from titanlab.report.frames import METRICS, frame_of_rows
-from titanlab.sweep import NAMES, POINT, as_text, figure_columns, recipe_columns
+from titanlab.report.frames import METRICS, frame_of
+from titanlab.sweep import NAMES, POINT, arrow_table, as_text, figure_columns, recipe_columns
 from titanlab.system import import_quietly
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def sweep_frame(runs: Sequence[WandbRun]) -> DataFrame:
     Raises:
         ConfigError: titanlab logged none of the runs.
     """
-    runs = _ours(runs)
-    names = sorted({name for run in runs for name in run.config if name.startswith(POINT)})
+    runs, names = _ours(runs)
     sweeps = {run.group for run in runs}
-    return frame_of_rows([_row(run, names) for run in runs], sweeps.pop() if len(sweeps) == 1 else "wandb")
+    rows = [_row(run, names) for run in runs]
+    return frame_of(arrow_table(rows, sweeps.pop() if len(sweeps) == 1 else "wandb"))
 
 
 def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
@@ -90,33 +90,30 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
 
     if kind not in _LOSS_OF:
         raise ConfigError("kind", kind, "is no kind of row", f"try {TRAIN} or {VALIDATION}")
-    runs = _ours(runs)
-    names = sorted({name for run in runs for name in run.config if name.startswith(POINT)})
+    runs, names = _ours(runs)
     rows: list[dict[str, Any]] = []
     for run in runs:
         row = _row(run, names)
         first = {name: row[name] for name in ("run", "name", "layout.label", *names)}
         for metrics in run.rows:
-            if metrics.get(_LOSS_OF[kind]) is not None:
+            if metrics.get(_LOSS_OF[kind]) is None:
+                continue
+            rows.append({**first, "kind": kind, "step": metrics["_step"], "time": metrics.get("_timestamp")})
+            for name, value in metrics.items():
                 # Without wandb's own values, and without values of other kinds of rows.
-                own = {
-                    name: value
-                    for name, value in metrics.items()
-                    if name == "attempt"
-                    or ((kind == VALIDATION) == name.startswith(_VALIDATION) and not name.startswith(("_", "traffic/")))
-                }
-                rows.append({**first, "kind": kind, "step": metrics["_step"], "time": metrics.get("_timestamp"), **own})
+                is_of_kind = name.startswith(_VALIDATION) == (kind == VALIDATION)
+                if name == "attempt" or (is_of_kind and not name.startswith(("_", "traffic/"))):
+                    rows[-1][name] = value
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=["run", "name", "layout.label", *names, *METRICS])
 
 
-def _ours(runs: Sequence[WandbRun]) -> list[WandbRun]:
+def _ours(runs: Sequence[WandbRun]) -> tuple[list[WandbRun], list[str]]:
+    """The runs that titanlab logged, and the names of their points' columns."""
     ours = [run for run in runs if _recipe_columns(run.config)]
     if runs and not ours:
-        rule = "has runs, and none is one of titanlab"
-        raise ConfigError(
-            "runs", ", ".join(run.name for run in runs[:3]), rule, "name a project that titanlab writes to"
-        )
-    return ours
+        rule, cure = "has runs, and none is one of titanlab", "name a project that titanlab writes to"
+        raise ConfigError("runs", ", ".join(run.name for run in runs[:3]), rule, cure)
+    return ours, sorted({name for run in ours for name in run.config if name.startswith(POINT)})
 
 
 def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
@@ -126,7 +123,7 @@ def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
     # A row's name of the median step time differs from a result's, and wandb copies the last row into the summary.
     is_result = has_ended and meter.MEASURED_STEPS in run.summary
     summary = {name: run.summary[name] for name in run.summary if not (is_result and name == meter.STEP_SECONDS_MEDIAN)}
-    cores, on_cpu = run.cores, recipe["accelerator"] == "cpu"
+    is_crowded = recipe["accelerator"] == "cpu" and run.cores is not None and recipe["world"] > run.cores
     known = {
         **recipe,
         "sweep": run.group,
@@ -139,8 +136,8 @@ def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
         "step": run.rows[-1]["_step"] if run.rows else 0,
         "steps": run.config["training"]["steps"],
         "attempt": run.config.get("attempt"),
-        "cores": cores,
-        "oversubscribed": None if cores is None else on_cpu and recipe["world"] > cores,
+        "cores": run.cores,
+        "oversubscribed": None if run.cores is None else is_crowded,
         **figure_columns(summary, world=recipe["world"]),
         "updated": run.rows[-1].get("_timestamp") if run.rows else None,
     }

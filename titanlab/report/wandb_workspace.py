@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlab.costs import AXES, meter
@@ -74,32 +74,30 @@ def view_of(
     )
 
 
-def workspace(view: View) -> Any:
-    module = import_quietly(f"{_PACKAGE}.workspaces")
-    throughput, memory, loss, coordinates = _panels(view)
-    return module.Workspace(
+def made(view: View) -> tuple[Any, Any]:
+    """The workspace and the report, each with the same four panels."""
+    workspaces, reports = (import_quietly(f"{_PACKAGE}.{name}") for name in ("workspaces", "reports.v2"))
+    runs = f"Metric('Group') == {view.sweep!r}"
+    throughput, memory, loss, coordinates = _panels(view, reports)
+    workspace = workspaces.Workspace(
         entity=view.entity,
         project=view.project,
         name=f"titanlab {view.sweep}",
         sections=[
-            module.Section(name="speed and memory by layout", panels=[throughput, memory], is_open=True),
-            module.Section(name="loss by tokens", panels=[loss], is_open=True),
-            module.Section(name="layout axes", panels=[coordinates], is_open=True),
+            workspaces.Section(name="speed and memory by layout", panels=[throughput, memory], is_open=True),
+            workspaces.Section(name="loss by tokens", panels=[loss], is_open=True),
+            workspaces.Section(name="layout axes", panels=[coordinates], is_open=True),
         ],
-        runset_settings=module.RunsetSettings(filters=_filter(view)),
+        runset_settings=workspaces.RunsetSettings(filters=runs),
     )
-
-
-def report(view: View) -> Any:
-    module = import_quietly(f"{_PACKAGE}.reports.v2")
     # No project here: the runs are the report's; naming a project would make a network request.
-    runs = module.Runset(name=view.sweep, filters=_filter(view))
+    runset = reports.Runset(name=view.sweep, filters=runs)
     blocks: list[Any] = []
     heads = ("Tokens per second by layout", "Memory against MFU", "Loss by tokens", "Layout axes")
-    for head, panel in zip(heads, _panels(view), strict=True):
-        panel.layout = module.Layout(x=0, y=0, w=_WIDTH, h=_HEIGHT)
-        blocks += [module.H2(head), module.PanelGrid(runsets=[runs], panels=[panel])]
-    return module.Report(
+    for head, panel in zip(heads, _panels(view, reports), strict=True):
+        panel.layout = reports.Layout(x=0, y=0, w=_WIDTH, h=_HEIGHT)
+        blocks += [reports.H2(head), reports.PanelGrid(runsets=[runset], panels=[panel])]
+    report = reports.Report(
         entity=view.entity,
         project=view.project,
         title=f"titanlab {view.sweep}",
@@ -107,15 +105,13 @@ def report(view: View) -> Any:
         blocks=blocks,
         width="fluid",
     )
+    return workspace, report
 
 
 def json_text(view: View) -> str:
     """The workspace and the report as wandb's server takes them, as JSON."""
-    both = {
-        name: json.loads(made._to_model().model_dump_json(by_alias=True, exclude_none=True))
-        for name, made in (("workspace", workspace(view)), ("report", report(view)))
-    }
-    return json.dumps(both, indent=2)
+    models = [json.loads(each._to_model().model_dump_json(by_alias=True, exclude_none=True)) for each in made(view)]
+    return json.dumps(dict(zip(("workspace", "report"), models, strict=True)), indent=2)
 
 
 def save(view: View) -> list[str]:
@@ -126,22 +122,16 @@ def save(view: View) -> list[str]:
     """
     try:
         if not view.entity:
-            entity = import_quietly("wandb").Api().default_entity
-            view = View(**{**vars(view), "entity": entity})
-        return [str(made.save().url) for made in (workspace(view), report(view))]
+            view = replace(view, entity=import_quietly("wandb").Api().default_entity)
+        return [str(each.save().url) for each in made(view)]
     # wandb raises its own errors, and errors of requests and of its GraphQL client.
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise TitanlabError(f"wandb has not saved the workspace ({type(error).__name__}: {lines[0]})") from error
 
 
-def _filter(view: View) -> str:
-    return f"Metric('Group') == {view.sweep!r}"
-
-
-def _panels(view: View) -> tuple[Any, Any, Any, Any]:
+def _panels(view: View, module: Any) -> tuple[Any, Any, Any, Any]:
     """Throughput by layout, memory against MFU, loss by tokens, parallel coordinates over axes."""
-    module = import_quietly(f"{_PACKAGE}.reports.v2")
     throughput = module.BarPlot(
         title="tokens per second of one device, by layout",
         metrics=[meter.TOKENS_PER_SECOND],

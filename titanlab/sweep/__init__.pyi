@@ -6,8 +6,6 @@ from .clean import Survey as Survey
 from .clean import cached as cached
 from .clean import remove_item as remove_item
 from .composer import Composer as Composer
-from .enqueue import cancel as cancel
-from .enqueue import checked as checked
 from .listing import RecipeRuns as RecipeRuns
 from .listing import aligned as aligned
 from .listing import dropped as dropped
@@ -23,9 +21,10 @@ from .listing import state_word as state_word
 from .measured_runs import measured_sweep as measured_sweep
 from .measured_runs import with_host as with_host
 from .plan import COMMAND_LINE as COMMAND_LINE
-from .plan import SINGLE as SINGLE
 from .plan import Study as Study
+from .plan import fitting as fitting
 from .plan import plan_study as plan_study
+from .plan import read_request as read_request
 from .plan import with_data as with_data
 from .ranking import COLUMN_OF as COLUMN_OF
 from .ranking import SweepRanking as SweepRanking
@@ -45,8 +44,8 @@ from .repro import recorded_code as recorded_code
 from .repro import repository_of as repository_of
 from .repro import restore as restore
 from .repro import write_config as write_config
-from .request import read_request as read_request
 from .retry import FAILED as FAILED
+from .retry import cancel as cancel
 from .retry import resubmit as resubmit
 from .retry import submitted_with as submitted_with
 from .rows import NAMES as NAMES
@@ -63,12 +62,13 @@ from .space import as_text as as_text
 from .space import differing as differing
 from .submit import Submitted as Submitted
 from .submit import check_study as check_study
+from .submit import checked as checked
 from .submit import decide as decide
-from .submit import fitting as fitting
 from .submit import folder_of as folder_of
 from .submit import plan_lines as plan_lines
 from .submit import plan_values as plan_values
 from .submit import silence_of as silence_of
+from .sweep_folder import SINGLE as SINGLE
 from .sweep_folder import SweepFolder as SweepFolder
 from .sweep_folder import find_run_or_sweep as find_run_or_sweep
 from .sweep_folder import open_sweep as open_sweep

@@ -91,29 +91,22 @@ def is_within(path: Path, root: Path) -> bool:
 
 def size_of_tree(path: Path) -> int:
     """Bytes of the files in a folder, or of a file; does not follow links, and skips files that vanish meanwhile."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return 0
-    if not stat.S_ISDIR(status.st_mode):
-        return status.st_size if stat.S_ISREG(status.st_mode) else 0
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):
-                status = os.lstat(os.path.join(folder, name))
-                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    total, inside = 0, [] if path.is_symlink() else os.walk(path)
+    for file in [str(path), *(os.path.join(folder, name) for folder, _, names in inside for name in names)]:
+        with contextlib.suppress(OSError):
+            status = os.lstat(file)
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
-def is_old(path: Path, now: float | None = None) -> bool:
+def is_old(path: Path) -> bool:
     """Whether nothing was written to a file, or directly into a folder, for an hour."""
     try:
         inside = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
         newest = max(file.lstat().st_mtime for file in [path, *inside])
     except OSError:
         return False
-    return (time.time() if now is None else now) - newest > YOUNG_SECONDS
+    return time.time() - newest > YOUNG_SECONDS
 
 
 def remove_item(entry: Removable) -> None:
@@ -195,13 +188,16 @@ def removable(
     if not whole:
         return []
     rules = run.section("checkpoint")
+    # A damaged recipe may have anything there.
+    given, every = (
+        value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+        for value in (rules.get("keep", 2), rules.get("keep_every"))
+    )
     if keep is None:
         result = run.result()
         is_done = result is not None and result.kind is OutcomeKind.DONE
-        keep = _number(rules.get("keep", 2))
         # With 0 the recipe keeps all of them.
-        keep = len(whole) if keep == 0 else 1 if is_done else keep
-    every = _number(rules.get("keep_every"))
+        keep = len(whole) if given == 0 else 1 if is_done else given
     stay = {row.name for age, row in enumerate(reversed(whole)) if age < keep or (every and row.step % every == 0)}
     stay.add(whole[-1].name)
     for row in reversed(whole):
@@ -218,10 +214,6 @@ def removable(
         return any(f"{text}/".startswith(f"{name.rstrip('/')}/") for name in named)
 
     return [row for row in rows if row.name not in stay and row.state != "unfinished" and not is_named(row)]
-
-
-def _number(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
 _BULKY = ("checkpoints", "traces", "tokenizer")
@@ -264,7 +256,7 @@ class Survey:
                 self.notes.append(f"{sweep.name} is a link, and is left alone")
                 continue
             try:
-                busy = self._busy(sweep, report)
+                busy = _busy(sweep, report)
             except ConfigError as error:
                 # The plan or a submission is damaged: unknown which runs have jobs.
                 self.notes.append(f"{sweep.name} is left alone: {error}")
@@ -293,50 +285,34 @@ class Survey:
         if (entry := item(kind, path, self.root, run)) is not None:
             self.items.append(entry)
 
-    def _busy(self, sweep: SweepFolder, report: Callable[[str], None]) -> set[str]:
-        """The runs that work, wait, or may do so on another host."""
-        now = time.time()
-        busy = set()
-        for run in sweep.runs():
-            status = run.known_status()
-            is_fresh = status is not None and status.state in ACTIVE and now - status.updated < _FRESH_SECONDS
-            if run.is_claimed() or is_fresh:
-                busy.add(run.path.name)
-        if sweep.submissions():
-            rows = look_at(sweep, report)()
-            busy |= {str(row["run"]) for row in rows if row["state"] in (*ACTIVE, "queued")}
-        return busy
-
     def _look_at_run(self, run: RunFolder, named: frozenset[str]) -> None:
         name = f"{run.path.parent.name}/{run.path.name}"
         try:
             run.check_files()
             place = checkpoints_of(run)
-            if isinstance(place, StorePath) and not self.is_remote:
+            is_remote = isinstance(place, StorePath)
+            if is_remote and not self.is_remote:
                 self.notes.append(f"{name} has its checkpoints in {place}: left alone; --remote looks there too")
-            elif not isinstance(place, StorePath) and (place.is_symlink() or not is_within(place / "x", self.root)):
+            elif isinstance(place, Path) and (place.is_symlink() or not is_within(place / "x", self.root)):
                 self.notes.append(f"{name}/checkpoints is a link, and is left alone")
             else:
-                self._add_checkpoints(run, named)
+                for row in removable(run, place, keep=self.keep, verifies=self.verifies, named=named):
+                    path = place / row.name
+                    if isinstance(path, Path):
+                        self._add("checkpoints", path, run)
+                    else:
+                        self.items.append(
+                            Removable(kind="checkpoints", path=path, root=self.root, bytes=row.bytes, run=run)
+                        )
+                for part in [] if isinstance(place, StorePath) else sorted(place.glob(f"step-*{PART}")):
+                    if is_old(part):
+                        self._add("temporary", part, run)
         except (ConfigError, StoreFault) as error:
             self.notes.append(f"{name} is left alone: {error}")
             return
         inner = (run.path / folder_name for folder_name in _RUN_FOLDERS)
         for folder in (run.path, *inner, *_inside(run.path / "attempts")):
             self._add_temporary(folder, run)
-
-    def _add_checkpoints(self, run: RunFolder, named: frozenset[str]) -> None:
-        place = checkpoints_of(run)
-        for row in removable(run, place, keep=self.keep, verifies=self.verifies, named=named):
-            path = place / row.name
-            if isinstance(path, StorePath):
-                self.items.append(Removable(kind="checkpoints", path=path, root=self.root, bytes=row.bytes, run=run))
-            else:
-                self._add("checkpoints", path, run)
-        if not isinstance(place, StorePath):
-            for part in sorted(place.glob(f"step-*{PART}")):
-                if is_old(part):
-                    self._add("temporary", part, run)
 
     def _look_at_code(self, sweep: SweepFolder, busy: set[str]) -> None:
         """Snapshots that no unfinished run uses and that are not the only copy of a run's code."""
@@ -363,6 +339,20 @@ class Survey:
         for path in _inside(folder):
             if TEMPORARY.fullmatch(path.name) and is_old(path):
                 self._add("temporary", path, run)
+
+
+def _busy(sweep: SweepFolder, report: Callable[[str], None]) -> set[str]:
+    """The runs that work, wait, or may do so on another host."""
+    busy = set()
+    for run in sweep.runs():
+        status = run.known_status()
+        is_fresh = status is not None and time.time() - status.updated < _FRESH_SECONDS
+        if run.is_claimed() or (is_fresh and status is not None and status.state in ACTIVE):
+            busy.add(run.path.name)
+    if sweep.submissions():
+        rows = look_at(sweep, report)()
+        busy |= {str(row["run"]) for row in rows if row["state"] in (*ACTIVE, "queued")}
+    return busy
 
 
 def _inside(folder: Path) -> list[Path]:

@@ -245,11 +245,10 @@ def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
         # `titanlab status SWEEP` names the damaged file.
         words["unreadable"] += 1
     order = [*(kind.value for kind in OutcomeKind), *STATES]
-    known = [word for word in order if words[word]]
     return {
         "sweep": sweep.name,
         "runs": len(members),
-        "states": {word: words[word] for word in (*known, *(word for word in words if word not in order))},
+        "states": {word: words[word] for word in (*order, *words) if words[word]},
         "dropped": dropped,
         "updated": max((status.updated for status in statuses if status is not None), default=None),
         "folder": str(sweep.path),
@@ -400,21 +399,20 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
     shown = [row for row in runs(rows) if row["layout.label"] is not None]
     # Include the swept keys: some, such as a learning rate, have no separate column.
     others = (*_FOLLOWING, *point_keys(shown))
-    names = ("control", *_LAYOUT, *_RECIPE, *others)
     for row in shown:
-        key = (bool(row["control"]), *(row[name] for name in names[1:]))
+        key = (bool(row["control"]), *(row[name] for name in (*_LAYOUT, *_RECIPE, *others)))
         members_of.setdefault(key, []).append(row)
-    keys = [dict(zip(names, values, strict=True)) for values in members_of]
-    differing = [name for name in _RECIPE if len({key[name] for key in keys}) > 1]
+    firsts = [members[0] for members in members_of.values()]
+    differing = [name for name in _RECIPE if len({row[name] for row in firsts}) > 1]
     for name in others:
         # Show the column only if two lines would look the same without it.
         seen = (*_LAYOUT, *differing)
-        distinct = {tuple(key[column] for column in seen) for key in keys}
-        if len(distinct) < len({tuple(key[column] for column in (*seen, name)) for key in keys}):
+        distinct = {tuple(row[column] for column in seen) for row in firsts}
+        if len(distinct) < len({tuple(row[column] for column in (*seen, name)) for row in firsts}):
             differing.append(name)
     return [
-        RecipeRuns(key["layout.label"], key["world"], {name: key[name] for name in differing}, members)
-        for key, members in zip(keys, members_of.values(), strict=True)
+        RecipeRuns(row["layout.label"], row["world"], {name: row[name] for name in differing}, members)
+        for row, members in zip(firsts, members_of.values(), strict=True)
     ]
 
 

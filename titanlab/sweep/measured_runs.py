@@ -14,7 +14,7 @@ from titanlab.costs import meter
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.plan import Measured
 from titanlab.ranges import plain
-from titanlab.recipe import Cluster, Recipe, frozen_recipe
+from titanlab.recipe import Cluster, frozen_recipe
 from titanlab.records import OutcomeKind, RunFolder, canonical, canonical_json
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system import sweep_argument
@@ -68,10 +68,6 @@ class _Run:
     stale: bool
 
 
-class _Unusable(Exception):
-    """A run is left out; the text says why."""
-
-
 def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> MeasuredSweep:
     """The runs of a sweep.
 
@@ -83,17 +79,17 @@ def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> Me
     for row in table:
         if row["run"] is None:
             continue  # a point that was dropped
-        try:
-            runs.append(_read(sweep.run(row["run"]), row))
-        except _Unusable as reason:
-            left_out.append(LeftOut(run=row["run"], reason=str(reason)))
+        found = _read(sweep.run(row["run"]), row)
+        if isinstance(found, str):
+            left_out.append(LeftOut(run=row["run"], reason=found))
+        else:
+            runs.append(found)
     if not runs:
         reasons = Counter(dropped.reason for dropped in left_out)
         why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3)) or "it has no runs"
         rule = f"has no run that was measured to its end: {why}"
-        raise ConfigError(
-            KEY, sweep.name, rule, f"wait for it (titanlab status {sweep_argument(sweep.path)}), or submit it again"
-        )
+        cure = f"wait for it (titanlab status {sweep_argument(sweep.path)}), or submit it again"
+        raise ConfigError(KEY, sweep.name, rule, cure)
     for name in runs[0].common:
         runs, others = _majority(runs, name)
         left_out += others
@@ -106,12 +102,8 @@ def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> Me
     )
 
 
-def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
-    """One run.
-
-    Raises:
-        _Unusable: it has no measurement.
-    """
+def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run | str:
+    """One run, or why it has no measurement."""
     seconds, waiting = row["step_seconds"], row["data_percent"]
     reasons = {
         f"cannot be read: {row['cause']}": row["state"] == "unreadable",
@@ -126,13 +118,13 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
         ),
     }
     if (reason := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
-        raise _Unusable(reason)
+        return reason
     try:
         recipe = frozen_recipe(run, attempt=row["attempt"] or None)
         outcome = run.result()
         env = run.env(row["attempt"] or None) or {}
     except TitanlabError as error:
-        raise _Unusable(f"cannot be read: {error}") from error
+        return f"cannot be read: {error}"
     metrics = {} if outcome is None else outcome.metrics
     memory = metrics.get(meter.MEMORY_MOST, metrics.get(meter.MEMORY_RESERVED, metrics.get(_RESIDENT)))
     measured = Measured(
@@ -141,33 +133,27 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run:
         step_seconds=float(seconds),
         memory_bytes=memory * 2**30 if _is_positive(memory) else None,
     )
-    peak, host = metrics.get("peak_tflops"), env.get("host") or {}
+    cluster, host, fitted = recipe.cluster, env.get("host") or {}, list(_FITTED)
+    device, peak = f"{cluster.accelerator} {cluster.device}", None
+    if cluster.accelerator == "cpu":
+        fitted += _FITTED_ON_CPUS
+        threads = str(env.get("threads") or "an unknown number of")
+        device = f"{host.get('cpu') or 'cpu'}, {threads} {'thread' if threads == '1' else 'threads'} a process"
+        peak = metrics.get("peak_tflops")
+    facts = {name: value for name, value in plain(cluster).items() if name not in fitted}
     return _Run(
         measured=measured,
         repeat=recipe.repeat,
-        common=_common(recipe, env),
-        peak_tflops=peak if recipe.cluster.accelerator == "cpu" and _is_positive(peak) else None,
+        common={
+            "machine": device,
+            "cluster": repr(facts),
+            "titanlab": str((env.get("code") or {}).get("version")),
+            "torch": str((env.get("packages") or {}).get("torch")),
+        },
+        peak_tflops=peak if _is_positive(peak) else None,
         host=host,
         stale=bool(row["stale"]),
     )
-
-
-def _common(recipe: Recipe, env: Mapping[str, Any]) -> dict[str, str]:
-    """The values that all runs of a calibration must have in common, by name."""
-    packages, code = env.get("packages") or {}, env.get("code") or {}
-    host = env.get("host") or {}
-    device = f"{recipe.cluster.accelerator} {recipe.cluster.device}"
-    if recipe.cluster.accelerator == "cpu":
-        threads = str(env.get("threads") or "an unknown number of")
-        device = f"{host.get('cpu') or 'cpu'}, {threads} {'thread' if threads == '1' else 'threads'} a process"
-    fitted = {*_FITTED, *(_FITTED_ON_CPUS if recipe.cluster.accelerator == "cpu" else ())}
-    facts = {name: value for name, value in plain(recipe.cluster).items() if name not in fitted}
-    return {
-        "machine": device,
-        "cluster": repr(facts),
-        "titanlab": str(code.get("version")),
-        "torch": str(packages.get("torch")),
-    }
 
 
 def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:

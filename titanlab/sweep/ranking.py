@@ -64,7 +64,6 @@ class RankedRecipe:
 
     @property
     def label(self) -> str:
-        """The recipe's short name."""
         return self.group.label
 
     @property
@@ -73,7 +72,6 @@ class RankedRecipe:
         return dict(Counter(map(state_word, self.group.rows)))
 
     def to_mapping(self) -> dict[str, Any]:
-        """The entry as plain values."""
         own = {name: value for name, value in vars(self).items() if name not in ("group", "low", "high")}
         return {
             **own,
@@ -88,11 +86,11 @@ class RankedRecipe:
         }
 
 
-def entry_of(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRecipe:
+def _entry(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRecipe:
     """The entry of a recipe before it gets a place, or with the reason why it gets none."""
     done = [row for row in group.rows if row["outcome"] == "done"]
     memory = max(_positive(done, "memory_gib"), default=None)
-    counting = counted_runs(group, by)
+    counting = _counting(group, by)
     figures = _positive(counting, COLUMN_OF[by])
     reason = None
     if not done:
@@ -121,7 +119,7 @@ def entry_of(group: RecipeRuns, by: str, max_memory_gib: float | None) -> Ranked
     )
 
 
-def counted_runs(group: RecipeRuns, by: str) -> list[Row]:
+def _counting(group: RecipeRuns, by: str) -> list[Row]:
     """The runs whose figures count: those that are done, and for a speed had a core for each process."""
     return [row for row in group.rows if row["outcome"] == "done" and (by == "memory" or not row["oversubscribed"])]
 
@@ -155,7 +153,6 @@ class Drift:
         return self.interval_percent[0] <= 0 <= self.interval_percent[1]
 
     def to_mapping(self) -> dict[str, Any]:
-        """The drift as plain values."""
         return {**asdict(self), "is_within_noise": self.is_within_noise}
 
 
@@ -170,30 +167,34 @@ def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees:
         for value in _positive([row], column)
         if row["started"] is not None
     ]
-    first, last = min((time for time, _ in known), default=0.0), max((time for time, _ in known), default=0.0)
+    moments = [time for time, _ in known]
+    first, last = min(moments, default=0.0), max(moments, default=0.0)
     if last <= first:
         return None
     # Time from the first control (0) to the last (1): the slope is the total change.
-    times = [(time - first) / (last - first) for time, _ in known]
+    times = [(time - first) / (last - first) for time in moments]
     values = [value for _, value in known]
     slope, start = statistics.linear_regression(times, values)
     interval = None
     degrees += len(known) - 2
     if degrees:
         squares += math.fsum((value - start - slope * time) ** 2 for time, value in zip(times, values, strict=True))
-        half = t_quantile(degrees, _DRIFT_ERROR) * math.sqrt(
-            squares / degrees / (len(times) * statistics.pvariance(times))
-        )
+        deviation = math.sqrt(squares / degrees / (len(times) * statistics.pvariance(times)))
+        half = _t_quantile(degrees, _DRIFT_ERROR) * deviation
         interval = (_percent(slope - half, 1), _percent(slope + half, 1))
     return Drift(percent=_percent(slope, 1), interval_percent=interval, runs=len(known), seconds=last - first)
 
 
-def t_quantile(degrees: int, error: float) -> float:
+def _t_quantile(degrees: int, error: float) -> float:
     """The t of Student's distribution for which P(|x| > t) = `error`."""
     # Imported here: only a ranking with repeats needs it.
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, 1 - error / 2))
+
+
+# By how many percent a recipe is better, the interval of this lead, and whether it may be noise.
+Lead = tuple[float | None, tuple[float, float] | None, bool | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,12 +236,10 @@ class SweepRanking:
 
     @property
     def ranked(self) -> tuple[RankedRecipe, ...]:
-        """The entries that have a place."""
         return tuple(entry for entry in self.entries if entry.left_out is None)
 
     @property
     def left_out(self) -> tuple[RankedRecipe, ...]:
-        """The entries without a place."""
         return tuple(entry for entry in self.entries if entry.left_out is not None)
 
     @property
@@ -249,7 +248,6 @@ class SweepRanking:
         return next(iter(self.ranked), None)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The ranking as plain values."""
         own = {name: value for name, value in vars(self).items() if name not in ("entries", "degrees")}
         return {
             **own,
@@ -274,47 +272,59 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     Raises:
         KeyError: `by` is none of these.
     """
-    everything = [entry_of(group, by, max_memory_gib) for group in groups(rows)]
+    everything = [_entry(group, by, max_memory_gib) for group in groups(rows)]
     entries = [entry for entry in everything if not entry.group.is_control]
     noise, degrees = _pooled(everything)
     sign = -1 if by == "memory" else 1
-    ranked = sorted(
-        (entry for entry in entries if entry.left_out is None),
-        key=lambda entry: (-sign * (entry.centre or 0.0), entry.label),
-    )
-    comparisons = max(1, len(ranked) - 1)
-    leads = [_lead(ranked[0], other, sign, noise, degrees, comparisons) for other in ranked[1:]]
-    named = bool(leads) and noise is not None and not any(near for *_, near in leads)
+
+    def with_interval(entry: RankedRecipe, *, near: bool | None = None) -> RankedRecipe:
+        """The entry with the interval around its own centre."""
+        if noise is None or entry.centre is None:
+            return replace(entry, is_within_noise=near)
+        half = _t_quantile(degrees, ERROR) * noise / math.sqrt(entry.runs)
+        low, high = entry.centre * _exp(-half), entry.centre * _exp(half)
+        return replace(entry, is_within_noise=near, low=low, high=high)
+
+    def lead(other: RankedRecipe, comparisons: int) -> Lead:
+        """The lead of the first over another recipe."""
+        assert ranked[0].centre is not None
+        assert other.centre is not None
+        lead = sign * (math.log(ranked[0].centre) - math.log(other.centre))
+        if noise is None:
+            return _percent(lead, sign), None, None
+        error = noise * math.sqrt(1 / ranked[0].runs + 1 / other.runs)
+        half = _t_quantile(degrees, ERROR / comparisons) * error
+        return _percent(lead, sign), (_percent(lead - half, sign), _percent(lead + half, sign)), lead - half <= 0
+
+    ranked = [entry for entry in entries if entry.left_out is None]
+    ranked.sort(key=lambda entry: (-sign * (entry.centre or 0.0), entry.label))
+    leads = [lead(other, len(ranked) - 1) for other in ranked[1:]]
+    is_named = bool(leads) and noise is not None and not any(near for *_, near in leads)
     within = [None if noise is None else True, *(near for *_, near in leads)]
-    placed = [
-        _with_interval(replace(entry, is_within_noise=near), noise, degrees)
-        for entry, near in zip(ranked, within, strict=bool(ranked))
-    ]
-    controls = [entry for entry in everything if entry.group.is_control]
-    control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
+    placed = [with_interval(entry, near=near) for entry, near in zip(ranked, within, strict=bool(ranked))]
+    controls = [entry for entry in everything if entry.group.is_control and entry.figures]
+    control = max(controls, key=lambda entry: entry.runs, default=None)
+    nothing: Lead = (None, None, None)
+    gap, interval, _ = leads[0] if leads else nothing
+    control_gap, control_interval, _ = nothing if control is None or not ranked else lead(control, 1)
     drift = None
     if control is not None:
         # The noise of all other recipes: its deviation and its degrees of freedom.
         others, free = _pooled(entries)
         squares = 0.0 if others is None else others**2 * free
-        drift = drift_of(counted_runs(control.group, by), COLUMN_OF[by], squares=squares, degrees=free)
-    nothing = None, None, None
-    gap, interval, _ = leads[0] if leads else nothing
-    control_gap, control_interval, _ = (
-        _lead(ranked[0], control, sign, noise, degrees, 1) if ranked and control is not None else nothing
-    )
+        drift = drift_of(_counting(control.group, by), COLUMN_OF[by], squares=squares, degrees=free)
     return SweepRanking(
         by=by,
         max_memory_gib=max_memory_gib,
         entries=(*placed, *(entry for entry in entries if entry.left_out is not None)),
-        winner=placed[0] if named else None,
+        winner=placed[0] if is_named else None,
         runner_up=placed[1] if leads else None,
         gap_percent=gap,
         interval_percent=interval,
-        is_within_noise=not named if leads and noise is not None else None,
+        is_within_noise=not is_named if leads and noise is not None else None,
         noise_percent=None if noise is None else 100 * noise,
         degrees=degrees,
-        control=None if control is None else _with_interval(control, noise, degrees),
+        control=None if control is None else with_interval(control),
         control_gap_percent=control_gap,
         control_interval_percent=control_interval,
         drift=drift,
@@ -338,27 +348,6 @@ def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
     degrees = sum(len(sample) - 1 for sample in samples if sample)
     squares = [statistics.variance(sample) * (len(sample) - 1) for sample in samples if len(sample) > 1]
     return (math.sqrt(math.fsum(squares) / degrees) if degrees else None), degrees
-
-
-def _lead(
-    first: RankedRecipe, other: RankedRecipe, sign: int, noise: float | None, degrees: int, comparisons: int
-) -> tuple[float, tuple[float, float] | None, bool | None]:
-    """By how many percent the first is better than another, the interval of this lead, and whether it may be noise."""
-    assert first.centre is not None
-    assert other.centre is not None
-    lead = sign * (math.log(first.centre) - math.log(other.centre))
-    if noise is None:
-        return _percent(lead, sign), None, None
-    half = t_quantile(degrees, ERROR / comparisons) * noise * math.sqrt(1 / first.runs + 1 / other.runs)
-    return _percent(lead, sign), (_percent(lead - half, sign), _percent(lead + half, sign)), lead - half <= 0
-
-
-def _with_interval(entry: RankedRecipe, noise: float | None, degrees: int) -> RankedRecipe:
-    """The entry with the interval around its own centre."""
-    if noise is None or entry.centre is None:
-        return entry
-    half = t_quantile(degrees, ERROR) * noise / math.sqrt(entry.runs)
-    return replace(entry, low=entry.centre * _exp(-half), high=entry.centre * _exp(half))
 
 
 def _percent(lead: float, sign: int) -> float:
@@ -405,7 +394,24 @@ def sentence_of(ranking: SweepRanking) -> str:
     """The answer in one sentence: who is the best and by how much, or why nobody can be named."""
     by, first, second = ranking.by, ranking.first, ranking.runner_up
     if first is None:
-        return _nothing(ranking)
+        entries, limit = ranking.entries, ranking.max_memory_gib
+        if not entries:
+            return "There is nothing to rank: the sweep has no run."
+        rows = runs(row for entry in entries for row in entry.group.rows)
+        if not any(row["outcome"] == "done" for row in rows):
+            return f"There is nothing to rank: none of {counted(len(rows), 'run')} is done."
+        needs = [entry.memory_gib for entry in entries if entry.memory_gib is not None]
+        if limit is not None and needs and min(needs) > limit:
+            return f"No recipe fits into {limit:g} GiB: the smallest needs {min(needs):.2f}."
+        reason = entries[0].left_out
+        if by == "mfu" and any(entry.left_out == OWN_PEAK for entry in entries):
+            reason = OWN_PEAK
+        elif by != "memory" and any(entry.group.is_oversubscribed for entry in entries):
+            reason = (
+                "the runs had more processes than cores, so that their speed says nothing; rank them by memory "
+                "(--by memory)"
+            )
+        return f"No recipe can be ranked by {_NOUNS[by]}: {reason}."
     if second is None:
         return f"Only {first.label} ({amount(first.centre, by)}) can be ranked: there is nothing to compare it with."
     lead = percent(ranking.gap_percent or 0.0)
@@ -437,18 +443,27 @@ def sentence_of(ranking: SweepRanking) -> str:
 
 def notes_of(ranking: SweepRanking) -> list[str]:
     """What a reader must know to judge the answer: the noise, the drift, and missing runs."""
-    notes = []
+    notes, by = [], ranking.by
     if ranking.ranked and ranking.noise_percent is None:
         notes.append("Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times.")
     elif ranking.ranked and ranking.noise_percent is not None:
-        control = [] if ranking.control is None else [ranking.control]
-        repeated = [entry for entry in (*ranking.entries, *control) if entry.runs > 1]
+        controls = [] if ranking.control is None else [ranking.control]
+        repeated = [entry for entry in (*ranking.entries, *controls) if entry.runs > 1]
         notes.append(
             f"Noise: a run differs by {percent(ranking.noise_percent)} (standard deviation, pooled over the repeats of "
             f"{counted(len(repeated), 'recipe')}; {counted(ranking.degrees, 'degree')} of freedom)."
         )
     if ranking.control is not None:
-        notes.append(_control(ranking.control, ranking))
+        control = ranking.control
+        line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
+        if ranking.first is not None and ranking.control_gap_percent is not None:
+            gap = f"{percent(ranking.control_gap_percent)} {'less' if by == 'memory' else 'more'}"
+            line += f"; {ranking.first.label} {'needs' if by == 'memory' else 'does'} {gap}"
+            if ranking.control_interval_percent is not None:
+                low, high = ranking.control_interval_percent
+                end = "within noise" if low <= 0 <= high else "more than noise"
+                line += f" (95% interval {percent(low)} to {percent(high)}), {end}"
+        notes.append(f"{line}.")
     if ranking.drift is not None:
         notes.append(drift_line(ranking.drift, ranking.by))
     worlds = {entry.group.world for entry in ranking.ranked}
@@ -520,44 +535,6 @@ def _cells(place: int, entry: RankedRecipe, by: str, first: RankedRecipe) -> tup
         "" if entry.spread_percent is None else percent(entry.spread_percent),
         against,
     )
-
-
-def _control(control: RankedRecipe, ranking: SweepRanking) -> str:
-    """The control's figures, and how the first recipe compares with them."""
-    by, first = ranking.by, ranking.first
-    line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
-    if first is None or ranking.control_gap_percent is None:
-        return f"{line}."
-    gap = f"{percent(ranking.control_gap_percent)} {'less' if by == 'memory' else 'more'}"
-    line = f"{line}; {first.label} {'needs' if by == 'memory' else 'does'} {gap}"
-    if ranking.control_interval_percent is None:
-        return f"{line}."
-    low, high = ranking.control_interval_percent
-    end = "within noise" if low <= 0 <= high else "more than noise"
-    return f"{line} (95% interval {percent(low)} to {percent(high)}), {end}."
-
-
-def _nothing(ranking: SweepRanking) -> str:
-    """Why no recipe has a place."""
-    entries = ranking.entries
-    if not entries:
-        return "There is nothing to rank: the sweep has no run."
-    rows = runs(row for entry in entries for row in entry.group.rows)
-    if not any(row["outcome"] == "done" for row in rows):
-        return f"There is nothing to rank: none of {counted(len(rows), 'run')} is done."
-    limit = ranking.max_memory_gib
-    needs = [entry.memory_gib for entry in entries if entry.memory_gib is not None]
-    if limit is not None and needs and min(needs) > limit:
-        return f"No recipe fits into {limit:g} GiB: the smallest needs {min(needs):.2f}."
-    oversubscribed = any(entry.group.is_oversubscribed for entry in entries)
-    if ranking.by == "mfu" and any(entry.left_out == OWN_PEAK for entry in entries):
-        return f"No recipe can be ranked by MFU: {OWN_PEAK}."
-    if ranking.by != "memory" and oversubscribed:
-        return (
-            f"No recipe can be ranked by {_NOUNS[ranking.by]}: the runs had more processes than cores, so that their "
-            "speed says nothing; rank them by memory (--by memory)."
-        )
-    return f"No recipe can be ranked by {_NOUNS[ranking.by]}: {entries[0].left_out}."
 
 
 def _counts(ends: dict[str, int]) -> str:

@@ -17,7 +17,6 @@ from titanlab.distributed import judged, read_stop, world_of
 from titanlab.errors import ConfigError
 from titanlab.launch import (
     UNANSWERED,
-    JobEnd,
     JobKey,
     JobState,
     Launcher,
@@ -190,46 +189,40 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
         early: why the job failed before it began the attempt; None: the attempt has begun, or the reason is not known.
     """
     cancelled_by = run.asked_to_cancel()
-    if attempt == 0 and state.state == "ended" and state.never_started:
-        unstarted = launcher.end_in_queue(state)
-        if unstarted is not None:
-            cause = unstarted.cause
-            if unstarted.kind is OutcomeKind.CANCELLED and cancelled_by is not None:
-                cause = f"{cancelled_by} before it started"
-            return Outcome(kind=unstarted.kind, cause=cause, attempt=0)
-    notes = run.failures(attempt)
+    is_unstarted = attempt == 0 and state.state == "ended" and state.never_started
+    if is_unstarted and (unstarted := launcher.end_in_queue(state)) is not None:
+        cause = unstarted.cause
+        if unstarted.kind is OutcomeKind.CANCELLED and cancelled_by is not None:
+            cause = f"{cancelled_by} before it started"
+        return Outcome(kind=unstarted.kind, cause=cause, attempt=0)
+    notes, code = run.failures(attempt), state.exit_code
     noted = judged(notes, world_of(run, attempt), read_hang(run, attempt)[0]) if notes else None
-    code = state.exit_code
+
+    def ended(kind: OutcomeKind, cause: str) -> Outcome:
+        return Outcome(kind=kind, cause=cause, attempt=attempt, exit_code=code)
+
     if noted is not None and _says_why(noted):
         return noted
     if (end := launcher.end_of(state)) is not None:
-        return _plain(end, attempt, code)
+        return ended(end.kind, end.cause)
     if (reason := read_stop(run.attempt_folder(attempt))) is not None:
-        cause = f"{reason.cause}; it ended before it had saved"
-        return _plain(JobEnd(kind=reason.kind, cause=cause), attempt, code)
+        return ended(reason.kind, f"{reason.cause}; it ended before it had saved")
     if cancelled_by is not None:
         # Also if the signal killed the process before it had a handler.
-        cause = f"{cancelled_by}; it ended before it had saved"
-        return _plain(JobEnd(kind=OutcomeKind.CANCELLED, cause=cause), attempt, code)
+        return ended(OutcomeKind.CANCELLED, f"{cancelled_by}; it ended before it had saved")
     if noted is not None:
         return noted
     if state.state == "gone":
         cause = "the job has vanished: neither the queue nor the accounting knows it, and it left no result"
-        return _plain(JobEnd(kind=OutcomeKind.NODE_FAIL, cause=cause), attempt, None)
+        return Outcome(kind=OutcomeKind.NODE_FAIL, cause=cause, attempt=attempt)
     if attempt == 0 and early is not None:
-        return _plain(JobEnd(kind=OutcomeKind.CRASH, cause=early), attempt, code)
-    if code:
-        return from_exit(code, attempt=attempt)
-    if state.raw is not None and not launcher.has_scheduler:
-        cause = "its processes ended, or were killed, and left no result; logs/ and the sweep's jobs/ say more"
-        return _plain(JobEnd(kind=OutcomeKind.CRASH, cause=cause), attempt, None)
-    return from_exit(0, attempt=attempt)
+        return ended(OutcomeKind.CRASH, early)
+    if code or state.raw is None or launcher.has_scheduler:
+        return from_exit(code or 0, attempt=attempt)
+    cause = "its processes ended, or were killed, and left no result; logs/ and the sweep's jobs/ say more"
+    return Outcome(kind=OutcomeKind.CRASH, cause=cause, attempt=attempt)
 
 
 def _says_why(outcome: Outcome) -> bool:
     """Whether an outcome is more than an exit code, and not a secondary failure."""
     return not outcome.echo and (outcome.traceback is not None or outcome.kind is not OutcomeKind.CRASH)
-
-
-def _plain(end: JobEnd, attempt: int, code: int | None) -> Outcome:
-    return Outcome(kind=end.kind, cause=end.cause, attempt=attempt, exit_code=code)

@@ -72,6 +72,12 @@ def recorded_code(run: RunFolder, attempt: int) -> RecordedCode:
     sha, fingerprint = git.get("sha"), code.get("fingerprint")
     fingerprint = fingerprint if isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint) else None
     patch, problem = _patch(run, attempt, git)
+    snapshot, folder = None, run.path.parent / "code"
+    if fingerprint is not None and folder.is_dir() and not folder.is_symlink():
+        for path in sorted(folder.iterdir()):
+            is_record = not path.name.startswith(".") and not path.is_symlink()
+            if is_record and (read_optional(path / RECORD) or {}).get("fingerprint") == fingerprint:
+                snapshot = snapshot or path
     return RecordedCode(
         env=env,
         # A value such as `--upload-pack=…` would be an option of git.
@@ -81,7 +87,7 @@ def recorded_code(run: RunFolder, attempt: int) -> RecordedCode:
         version=str(code.get("version", "unknown"))[:40],
         patch=patch,
         problem=problem,
-        snapshot=_snapshot(run.path.parent / "code", fingerprint),
+        snapshot=snapshot,
     )
 
 
@@ -116,18 +122,6 @@ def wrong_path(patch: str) -> str | None:
                 return f"it names {name[:80]!r}, which is no path below the repository"
             if ".." in parts or any(part.lower().startswith(".git") and part != ".gitignore" for part in parts):
                 return f"it names {name[:80]!r}"
-    return None
-
-
-def _snapshot(folder: Path, fingerprint: str | None) -> Path | None:
-    """The copy of the code with this fingerprint in the sweep's folder."""
-    if fingerprint is None or folder.is_symlink() or not folder.is_dir():
-        return None
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.is_symlink():
-            continue
-        if (read_optional(path / RECORD) or {}).get("fingerprint") == fingerprint:
-            return path
     return None
 
 
@@ -261,11 +255,8 @@ def pip_line(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     words = [
         f"{name}=={version}"
         for name, version in sorted(old.items(), key=str)
-        if isinstance(name, str)
-        and isinstance(version, str)
-        and _NAME.fullmatch(name)
-        and _VERSION.fullmatch(version)
-        and new.get(name) != version
+        # The record may be a stranger's: a name that is an option of pip, or a word for the shell.
+        if _NAME.fullmatch(str(name)) and _VERSION.fullmatch(str(version)) and version not in (None, new.get(name))
     ]
     return f"pip install {' '.join(words)}" if words else None
 

@@ -1,14 +1,22 @@
-"""Submits ended runs again: they resume from their checkpoints, or start from the beginning if other code ran them."""
+"""Cancels runs of a sweep, and submits ended ones again: they resume, or start from the beginning under other code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlab.checkpoint import Place, parent_of, put_back
 from titanlab.errors import ConfigError
-from titanlab.launch import Submission, go_back, launch_of, missed_checkpoint, pass_over_damaged, shape_of
+from titanlab.launch import (
+    Submission,
+    go_back,
+    launch_of,
+    launcher_named,
+    missed_checkpoint,
+    pass_over_damaged,
+    shape_of,
+)
 from titanlab.recipe import (
     LAYOUT,
     Recipe,
@@ -20,10 +28,11 @@ from titanlab.recipe import (
     recipe_changes,
     to_mapping,
 )
-from titanlab.records import OutcomeKind, RunFolder, create_run
+from titanlab.records import Outcome, OutcomeKind, RunFolder, create_run
 from titanlab.sweep import sweep_folder
-from titanlab.sweep.enqueue import QueuedRun, check_jobs, checked, enqueue, settle, standings, supersede, wake
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.sweep.reconcile import reconcile, silence
+from titanlab.sweep.submit import QueuedRun, check_jobs, checked, enqueue, settle, standing, supersede, wake
+from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 from titanlab.system import sweep_argument
 
 # Overrides may change how a job is submitted, not what a run computes.
@@ -31,19 +40,73 @@ CHANGEABLE = ("launch.", "cluster.per_node", "cluster.nodes", *LAYOUT)
 FAILED = tuple(kind.value for kind in OutcomeKind if kind is not OutcomeKind.DONE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RetriedRun:
-    """A run that is submitted again.
+def standings(
+    folder: SweepFolder, report: Callable[[str], None], names: Sequence[str], *, note: str = ""
+) -> Iterator[tuple[RunFolder, tuple[Submission, int] | None, str, str | None]]:
+    """Runs with their jobs and standings; first writes results for runs whose jobs have ended without one.
+
+    Args:
+        names: of runs; none: all.
+        note: for the error: what it means that the scheduler does not answer.
+    """
+    jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
+    if (problem := silence(states)) is not None:
+        report(problem + note)
+    for run in readable(folder.find(names), report, named=bool(names)):
+        job = jobs.get(run.path.name)
+        yield run, job, *standing(run, job, states)
+
+
+@dataclass
+class Cancelled:
+    """The cancelled runs of a sweep, by name.
 
     Attributes:
-        outcome: the kind of its outcome; None if it never had a job.
-        anew: it starts from the beginning; its old folder is renamed.
+        stopping: ran, and were asked to save and end.
+        withdrawn: waited, and were removed from the queue.
+        ended: had ended before.
     """
 
-    run: RunFolder
-    outcome: str | None
-    anew: bool
-    job: QueuedRun
+    stopping: list[str] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+
+def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequence[str] = ()) -> Cancelled:
+    """Cancel the named runs of a sweep; without names, all."""
+    cancelled = Cancelled()
+    with folder.claim():
+        settle(folder, report)
+        # Jobs by launcher, and by whether they get time to save.
+        jobs_to_end: dict[tuple[str, bool], list[tuple[Submission, int]]] = {}
+        for run, job, word, _ in standings(folder, report, names):
+            name = run.path.name
+            if word in ("done", "ended"):
+                cancelled.ended.append(name)
+                continue
+            (cancelled.stopping if word == "running" else cancelled.withdrawn).append(name)
+            # A second request means that the user does not want to wait.
+            is_gentle = word == "running" and run.asked_to_cancel() is None
+            # Write the request before the signal: the process that gets the signal reads the request.
+            run.ask_to_cancel()
+            if job is not None:
+                jobs_to_end.setdefault((job[0].launcher, is_gentle), []).append(job)
+        for (kind, is_gentle), to_end in jobs_to_end.items():
+            launcher_named(kind).cancel(folder.path, to_end, report, is_gentle=is_gentle)
+        for name in list(cancelled.withdrawn):
+            run = folder.run(name)
+            try:
+                with run.claim():
+                    status = run.known_status()
+                    outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause="cancelled before it started")
+                    if status is not None:
+                        outcome = replace(outcome, step=status.step, steps=status.steps)
+                    run.write_result(outcome)
+            except ConfigError:
+                # The run has just started; it records its own end.
+                cancelled.withdrawn.remove(name)
+                cancelled.stopping.append(name)
+    return cancelled
 
 
 def retry(
@@ -55,12 +118,13 @@ def retry(
     names: Sequence[str] = (),
     overrides: Sequence[str] = (),
     dry_run: bool = False,
-) -> list[RetriedRun]:
+) -> list[QueuedRun]:
     """Submit ended runs again, and return at once. Returns them, in the order of their names.
 
     Args:
         outcomes: choose runs with these outcomes; none: any outcome, if runs are named.
-        stale: choose runs that other code than the present code ran, also finished ones; they start from the beginning.
+        stale: choose runs that other code than the present code ran, also finished ones; they start from the beginning,
+            and their old folders are renamed.
         names: of runs; none: all of the sweep.
         overrides: of `launch`, of the cluster's sizes and of the layout, for the new jobs.
 
@@ -84,49 +148,36 @@ def retry(
             raise ConfigError(key, value, "would be another launcher", "submit the sweep under another name: sweep=…")
     with folder.claim():
         settle(folder, report)
-        chosen = _chosen(folder, report, outcomes, names, overrides, stale=stale)
+        chosen, note = [], "; runs whose jobs it may have are left alone"
+        for run, _, word, ended_as in standings(folder, report, names, note=note):
+            if stale:
+                # None: no attempt has begun.
+                made_by = (run.env() or {}).get("code", {}).get("fingerprint")
+                is_chosen = word in ("done", "ended") and (not outcomes or ended_as in outcomes)
+                is_chosen = is_chosen and made_by not in (None, sweep_folder.present_code())
+            elif names and not outcomes:
+                is_chosen = word in ("ended", "submit")
+            else:
+                is_chosen = word == "ended" and ended_as in outcomes
+            if is_chosen:
+                chosen.append(replace(_next_job(run, overrides, report), outcome=ended_as))
+            elif names:
+                report(f"{run.path.name} is left alone: {ended_as or word}")
         if dry_run or not chosen:
             return chosen
-        check_jobs([(choice.job.launch, choice.job.shape) for choice in chosen])
-        for choice in chosen:
-            if not choice.anew:
-                continue
-            run, config, identity = choice.run, choice.run.config(), choice.run.identity()
+        check_jobs([(job.launch, job.shape) for job in chosen])
+        for run in map(folder.run, (job.run for job in chosen if stale)):
+            config, identity = run.config(), run.identity()
             if identity is None:
                 cure = "restore that file, or submit the sweep again"
                 raise ConfigError("run", run.path, "has no identity.json", cure)
-            parent, root = parent_of(run.section("checkpoint").get("load_from")), folder.path.parent
+            parent = parent_of(run.section("checkpoint").get("load_from"))
             supersede(folder, run)
-            create_run(root, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent)
-        enqueue(folder, [choice.job for choice in chosen], report)
+            create_run(
+                folder.path.parent, sweep=folder.name, name=run.name, identity=identity, config=config, parent=parent
+            )
+        enqueue(folder, chosen, report)
     wake(folder)
-    return chosen
-
-
-def _chosen(
-    folder: SweepFolder,
-    report: Callable[[str], None],
-    outcomes: Collection[str],
-    names: Sequence[str],
-    overrides: Sequence[str],
-    *,
-    stale: bool,
-) -> list[RetriedRun]:
-    chosen = []
-    for run, _, word, outcome in standings(folder, report, names, note="; runs whose jobs it may have are left alone"):
-        if stale:
-            # None: no attempt has begun.
-            made_by = (run.env() or {}).get("code", {}).get("fingerprint")
-            is_chosen = word in ("done", "ended") and (not outcomes or outcome in outcomes)
-            is_chosen = is_chosen and made_by not in (None, sweep_folder.present_code())
-        elif names and not outcomes:
-            is_chosen = word in ("ended", "submit")
-        else:
-            is_chosen = word == "ended" and outcome in outcomes
-        if is_chosen:
-            chosen.append(RetriedRun(run=run, outcome=outcome, anew=stale, job=_next_job(run, overrides, report)))
-        elif names:
-            report(f"{run.path.name} is left alone: {outcome or word}")
     return chosen
 
 
@@ -186,10 +237,8 @@ def resubmit(
             report(f"{run.path} is done. For another like it: repeat={recipe.repeat + 1}")
             return None
         if word in ("queued", "running"):
-            rule = f"is {word} already"
-            raise ConfigError(
-                "run", run.path.name, rule, f"wait for its end, or titanlab cancel {sweep_argument(folder.path)}"
-            )
+            cure = f"wait for its end, or titanlab cancel {sweep_argument(folder.path)}"
+            raise ConfigError("run", run.path.name, f"is {word} already", cure)
         check_jobs([(item.launch, item.shape)])
         renamed: list[Place] = []
         with run.claim():

@@ -5,6 +5,8 @@ docs/comparing.md has the meanings of the columns, which `status --json` and the
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import io
 import json
 import time
@@ -21,10 +23,12 @@ from titanlab.sweep.reconcile import close_dead_runs, reconcile
 from titanlab.sweep.space import as_text
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, present_code
 from titanlab.system import write_bytes
+from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.tracker.trackers_schema import Jsonl
 from titanlab.train import tracker_gap
 
 if TYPE_CHECKING:
+    from titanlab.plan import Estimate
     from titanlab.recipe import Recipe
 
 
@@ -208,15 +212,8 @@ _WAITING = ("pending", "requeued")
 
 Job = tuple[Submission, int]
 """A submission, and the index of a run in it."""
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """The start of an attempt: its recipe, and its environment and job if they are recorded."""
-
-    config: Mapping[str, Any]
-    env: Mapping[str, Any] | None
-    job: Mapping[str, Any]
+# The start of an attempt: its recipe, and its environment and job if they are recorded.
+_Attempt = tuple[Mapping[str, Any], Mapping[str, Any] | None, Mapping[str, Any]]
 
 
 @dataclass
@@ -278,39 +275,50 @@ class SweepTable:
         status, outcome = run.status() or Status(state="prepared", updated=0.0), run.result()
         state = _state(status, outcome, job[0] if job else None, job_state)
         end = outcome if state == "ended" else None
-        began = self._attempt(run, status.attempt, by_job=job is not None)
+        config, env, made_by = self._attempt(run, status.attempt, by_job=job is not None)
         # The result of the previous attempt; if the run waits to resume, its latest result.
         previous = run.result(status.attempt - 1) if status.attempt > 1 else None
         previous = previous if end is not None or outcome is None else outcome
         facts = {
-            **recipe_columns(began.config),
-            **figure_columns(end.metrics if end else status.metrics, world=began.config["world"]),
+            **recipe_columns(config),
+            **figure_columns(end.metrics if end else status.metrics, world=config["world"]),
             "state": state,
             "previous_outcome": previous.kind.value if previous else None,
             "step": end.step if end else status.step,
-            "steps": (end.steps if end else status.steps) or began.config["training"]["steps"],
+            "steps": (end.steps if end else status.steps) or config["training"]["steps"],
             "attempt": status.attempt,
             # Most runs have one attempt: do not read their folders.
             "restarts": run.restarts() if status.attempt > 1 else 0,
             "updated": status.updated or None,
             "folder": str(run.path),
             **dict(zip(("parent_run", "parent_step"), run.parent() or (None, None), strict=True)),
-            **origin_columns(began.env, began.job, began.config),
-            **_job(job, job_state, began),
+            **origin_columns(env, made_by, config),
+            "launcher": env.get("launcher") if env else None,
         }
-        kept = point.get("estimate") or (self._late_estimate(began.config) if self.estimates else None)
+        if job is not None:
+            submission, index = job
+            is_own = (made_by.get("token"), made_by.get("index")) == (submission.token, index)
+            launcher = launcher_named(submission.launcher)
+            is_waiting = job_state is not None and job_state.state in (*_WAITING, "unknown")
+            facts |= {
+                "launcher": submission.launcher,
+                "job_id": (made_by.get("job_id") if is_own else None) or launcher.job_number(submission, index),
+                "queue_reason": job_state.reason if job_state and is_waiting else None,
+                "scheduler_state": job_state.raw if job_state and launcher.has_scheduler else None,
+            }
+        kept = point.get("estimate") or (self._late_estimate(config) if self.estimates else None)
         facts |= estimate_columns(kept, facts["layout.label"])
-        if began.env is not None:
-            facts["started"] = began.env.get("time")
+        if env is not None:
+            facts["started"] = env.get("time")
             # If no process lived to begin the attempt, no code is recorded.
-            fingerprint = began.env.get("code", {}).get("fingerprint")
+            fingerprint = env.get("code", {}).get("fingerprint")
             facts["code"] = fingerprint if isinstance(fingerprint, str) else None
             facts["stale"] = None if None in (facts["code"], self.code) else facts["code"] != self.code
         if end is None:
             stopped = run.stopped(status.attempt) if state in ACTIVE else None
             return {**facts, "cause": stopped, "seconds_left": None if stopped else status.seconds_left}
-        facts["tracker_gap"] = tracker_gap(run) if began.config["tracker"]["kind"] != Jsonl.kind else None
-        word = (end.scheduler or {}).get("state") or facts["scheduler_state"]
+        facts["tracker_gap"] = tracker_gap(run) if config["tracker"]["kind"] != Jsonl.kind else None
+        word = (end.scheduler or {}).get("state") or facts.get("scheduler_state")
         facts |= {"outcome": end.kind.value, "cause": end.cause, "rank": end.rank, "ended": end.ended}
         return {**facts, "exit_code": end.exit_code, "scheduler_state": word}
 
@@ -322,10 +330,10 @@ class SweepTable:
             folder = run.attempt_folder(attempt)
             config = run.config(attempt if (folder / "config.yaml").is_file() else None)
             env = run.env(attempt) if attempt else None
-            attempted = _Attempt(config, env, (run.job(attempt) if attempt else None) or {})
-            if attempt and (env is None or (by_job and not attempted.job)):
-                return attempted  # Do not keep it: the missing files are about to be written.
-            self._attempts[key] = attempted
+            made_by = (run.job(attempt) if attempt else None) or {}
+            if attempt and (env is None or (by_job and not made_by)):
+                return config, env, made_by  # Do not keep it: the missing files are about to be written.
+            self._attempts[key] = config, env, made_by
         return self._attempts[key]
 
     def _late_estimate(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -359,20 +367,6 @@ def _state(status: Status, outcome: Outcome | None, job: Submission | None, job_
     return "queued" if status.state == "prepared" and job is not None else status.state
 
 
-def _job(job: Job | None, state: JobState | None, began: _Attempt) -> dict[str, Any]:
-    if job is None:
-        return {"launcher": began.env.get("launcher") if began.env else None, "scheduler_state": None}
-    submission, index = job
-    is_own = (began.job.get("token"), began.job.get("index")) == (submission.token, index)
-    launcher = launcher_named(submission.launcher)
-    return {
-        "launcher": submission.launcher,
-        "job_id": (began.job.get("job_id") if is_own else None) or launcher.job_number(submission, index),
-        "queue_reason": state.reason if state and state.state in (*_WAITING, "unknown") else None,
-        "scheduler_state": state.raw if state and launcher.has_scheduler else None,
-    }
-
-
 def _names(run: RunFolder) -> dict[str, Any]:
     return {"run": run.path.name, "name": run.name, "hash8": run.hash8}
 
@@ -395,13 +389,24 @@ _OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
 _IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "checkpoint", "profiler", "init_from")
 
 
-def estimate_values(recipe: Recipe) -> dict[str, Any]:
-    """The estimate of a resolved recipe as plain values: `layout`, and the figures or why there are none."""
+def estimated(recipe: Recipe) -> Estimate | str:
+    """The estimate of a resolved recipe, or why there is none; recipes that differ in nothing of it share one."""
+    optimizer = dataclasses.replace(recipe.optimizer, lr=1.0, schedule=Schedule())
+    return _estimated(dataclasses.replace(recipe, name="", repeat=0, seed=0, optimizer=optimizer))
+
+
+@functools.cache
+def _estimated(recipe: Recipe) -> Estimate | str:
     from titanlab.plan import estimate_or_reason
 
+    return estimate_or_reason(recipe)
+
+
+def estimate_values(recipe: Recipe) -> dict[str, Any]:
+    """The estimate of a resolved recipe as plain values: `layout`, and the figures or why there are none."""
     values: dict[str, Any] = {"layout": recipe.layout.label, **dict.fromkeys(FIGURES), "note": None}
     try:
-        answer = estimate_or_reason(recipe)
+        answer = estimated(recipe)
     except TitanlabError as error:
         answer = str(error)
     if isinstance(answer, str):

@@ -23,6 +23,7 @@ import json
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,6 @@ def expand(space: Any) -> list[Values]:
     Raises:
         ConfigError: it is not a space, or has no point, more than `LIMIT` points, or a point twice.
     """
-    size = _size(space, SPACE)
-    if size > LIMIT:
-        raise ConfigError(SPACE, size, f"are more points than {LIMIT}", "take some values out")
     points = _points(space, SPACE)
     if not points:
         raise ConfigError(SPACE, space, "has no point", _EXAMPLE)
@@ -106,18 +104,6 @@ def differing(
     ]
 
 
-def _size(space: Any, place: str) -> int:
-    """The number of points, computed before any is created."""
-    word, inner = _read(space, place)
-    if isinstance(inner, Mapping):
-        sizes = [len(values) for values in inner.values()] if word != "list" else [1]
-    else:
-        sizes = [_size(item, at) for item, at in _items(word, inner, place)]
-    if word == "product":
-        return math.prod(sizes)
-    return max(sizes, default=0) if word == "zip" else sum(sizes)
-
-
 def _points(space: Any, place: str) -> list[Values]:
     word, inner = _read(space, place)
     at = f"{place}.{word}"
@@ -130,6 +116,10 @@ def _points(space: Any, place: str) -> list[Values]:
         items = _items(word, inner, place)
         parts = [_points(item, where) for item, where in items]
         names = [where.rpartition(".")[2] for _, where in items]
+    # Before the points are created.
+    size = math.prod(map(len, parts)) if word == "product" else sum(map(len, parts))
+    if word != "zip" and size > LIMIT:
+        raise ConfigError(place, size, f"are more points than {LIMIT}", "take some values out")
     if word == "list":
         return [point for part in parts for point in part]
     if word == "zip":
@@ -147,7 +137,7 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
         raise ConfigError(place, space, f"is no space, which is a mapping with one of {', '.join(WORDS)}", _EXAMPLE)
     words = [word for word in WORDS if word in space]
     if len(space) != 1 or not words:
-        if len(words) > 1 or (words and len(space) > 1):
+        if words:
             rule = f"has {' and '.join(map(str, space))} beside each other, and a space has one word"
             raise ConfigError(place, ", ".join(map(str, space)), rule, f"write product: [{{{words[0]}: …}}, …]")
         near = [close for key in space for close in difflib.get_close_matches(str(key), WORDS, n=1)]
@@ -157,9 +147,7 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
     word, inner = words[0], space[words[0]]
     at = f"{place}.{word}"
     if isinstance(inner, Mapping):
-        _check_keys(inner, at)
-        if word != "list":
-            _check_values(inner, at)
+        _check_mapping(inner, word, at)
     elif not isinstance(inner, list):
         raise ConfigError(at, inner, "takes a mapping, or a list of spaces", _EXAMPLE)
     elif not inner:
@@ -179,29 +167,25 @@ def _items(word: str, inner: Sequence[Any], place: str) -> list[tuple[Any, str]]
     return items
 
 
-def _check_values(inner: Mapping[Any, Any], at: str) -> None:
-    if not inner:
+def _check_mapping(inner: Mapping[Any, Any], word: str, at: str) -> None:
+    if not inner and word != "list":
         raise ConfigError(at, "{}", "has no key", _EXAMPLE)
     for key, values in inner.items():
+        if not isinstance(key, str) or not key.strip():
+            raise ConfigError(at, key, "is no key of a recipe", "write keys as text, such as training.seq_len")
+        if word == "list":
+            continue
         where = f"{at}.{key}"
         if not isinstance(values, list):
             raise ConfigError(where, values, "must be a list of values", f"write {key}: [{values}]")
         if not values:
             raise ConfigError(where, "[]", "has no value", "give some, or leave the key out")
-        if at.endswith(".zip"):
-            # In a zip, a value may occur twice with different partners.
-            continue
         known: set[str] = set()
         for value in values:
-            if canonical_text(value) in known:
+            # In a zip, a value may occur twice with different partners.
+            if canonical_text(value) in known and word != "zip":
                 raise ConfigError(where, value, "is there twice", "take one out; `repeats` runs a point several times")
             known.add(canonical_text(value))
-
-
-def _check_keys(inner: Mapping[Any, Any], at: str) -> None:
-    for key in inner:
-        if not isinstance(key, str) or not key.strip():
-            raise ConfigError(at, key, "is no key of a recipe", "write keys as text, such as training.seq_len")
 
 
 def _joined(points: Sequence[Values], at: str) -> Values:
@@ -415,3 +399,52 @@ def _part(key: str, value: Any) -> str:
     if isinstance(value, list):
         value = "x".join(map(str, value))
     return f"{short}_{'none' if value is None else value}"
+
+
+# The first repeat of the control: a sweep has at most 1,000 repeats, numbered from 0, and the control's runs must be
+# other runs than the repeats of a point with the same recipe.
+FIRST_REPEAT = 1000
+# The control has at least one run at the beginning, one in the middle, and one at the end.
+_FEWEST = 3
+
+
+def control_points(values: Values, repeats: int) -> list[SweepPoint]:
+    """The points of the control's runs, in their order: one before each round of repeats, and one at the end."""
+    count = max(_FEWEST, repeats + 1)
+    return [SweepPoint(values=values, repeat=FIRST_REPEAT + number, is_control=True) for number in range(count)]
+
+
+def starting_order(points: Sequence[SweepPoint]) -> list[int]:
+    """The numbers of the points in the order in which their runs should start.
+
+    Repeats start in turns, A B B A A B, with the control before, between and after. If the machine becomes slower or
+    faster meanwhile, this affects all recipes alike. Every second round is backwards: over two rounds, a steady drift
+    is the same for each recipe.
+    """
+    rounds: list[list[int]] = []
+    seen = Counter[str]()
+    for number, point in enumerate(points):
+        if point.is_control:
+            continue
+        # `repeat` may be swept like any other key.
+        recipe = canonical_text({key: value for key, value in point.values.items() if key != "repeat"})
+        if seen[recipe] == len(rounds):
+            rounds.append([])
+        rounds[seen[recipe]].append(number)
+        seen[recipe] += 1
+    order: list[int] = []
+    # Where each round ends in the order.
+    ends = [0]
+    for index, numbers in enumerate(rounds):
+        order += reversed(numbers) if index % 2 else numbers
+        ends.append(len(order))
+    controls = [number for number, point in enumerate(points) if point.is_control]
+    if not controls:
+        return order
+    # The control comes first, last, and at equal distances: between rounds, if that fits their number.
+    if len(controls) != len(ends):
+        ends = [len(order) * index // max(1, len(controls) - 1) for index in range(len(controls))]
+    placed: list[int] = []
+    for control, start, end in zip(controls, ends, [*ends[1:], len(order)], strict=True):
+        placed += [control, *order[start:end]]
+    return placed

@@ -6,38 +6,64 @@ continues from the parts that exist. The plan of a submission is text or plain v
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import os
+import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from titanlab.checkpoint import parent_of
+from titanlab.distributed import Host, check_host, this_host
 from titanlab.errors import ConfigError
-from titanlab.launch import JobShape, States, Submission, launch_of, launcher_named, shape_of
-from titanlab.plan import MEMORY_ERROR, estimate_of
-from titanlab.recipe import to_mapping
-from titanlab.records import check_runs, create_run
-from titanlab.sweep.enqueue import (
-    QueuedRun,
-    arrays,
-    check_folder,
-    check_jobs,
-    enqueue,
-    settle,
-    standing,
-    supersede,
-    wake,
+from titanlab.launch import (
+    HANDING_OVER,
+    JobShape,
+    LaunchConfig,
+    States,
+    Submission,
+    check_cluster,
+    drop_submission,
+    launch_of,
+    launcher_named,
+    shape_of,
+    write_submission,
 )
+from titanlab.ranges import plain
+from titanlab.recipe import Recipe, check_all_but_data, check_host_memory, resolve, to_mapping
+from titanlab.records import OutcomeKind, RunFolder, check_runs, claimed, create_run
+from titanlab.sweep import sweep_folder
 from titanlab.sweep.listing import aligned, dropped
-from titanlab.sweep.plan import SINGLE, Dropped, PlannedRun, Study, starting_order
 from titanlab.sweep.reconcile import job_states, reconcile
-from titanlab.sweep.rows import estimate_values
-from titanlab.sweep.space import SweepPoint
-from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
+from titanlab.sweep.rows import estimate_values, estimated
+from titanlab.sweep.space import SweepPoint, starting_order
+from titanlab.sweep.sweep_folder import SINGLE, SweepFolder, jobs_of
 from titanlab.system import counted, grouped, sweep_argument, trimmed, user_path
 from titanlab.train import has_tracker
+
+if TYPE_CHECKING:
+    from titanlab.sweep.plan import PlannedRun, Study
+
+_PATIENCE_SECONDS = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueuedRun:
+    """A run to be put into a queue.
+
+    Attributes:
+        changes: the groups and values of its recipe that the job replaces.
+        outcome: of the run until now; None: it has none.
+    """
+
+    run: str
+    shape: JobShape
+    launch: LaunchConfig
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    outcome: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +95,53 @@ class Submitted:
     submissions: tuple[Submission, ...]
 
 
+def checked(recipe: Recipe, here: Callable[[], Host] | None = None, *, elsewhere: bool = False) -> Recipe:
+    """The resolved recipe of a job, after every check that needs no data.
+
+    Args:
+        here: looks at this host; None: `this_host`.
+        elsewhere: the job is not for this host, whose devices and memory do not matter.
+
+    Raises:
+        ConfigError: a rule is broken.
+    """
+    if not recipe.launch.runs_here:
+        # The job will run on other hosts: do not use the devices of this one.
+        check_cluster(recipe.cluster, recipe.launch)
+        device = recipe.cluster.device or "cpu"
+        recipe = resolve(recipe, world=None, accelerator=recipe.cluster.accelerator, device=device)
+        check_all_but_data(recipe)
+        return recipe
+    host = (here or this_host)()
+    recipe = resolve(recipe, world=None, accelerator=host.accelerator, device=host.device)
+    check_all_but_data(recipe)
+    if not elsewhere:
+        cluster, processes = recipe.cluster, recipe.layout.world
+        check_host(host, accelerator=cluster.accelerator, device=cluster.device, processes=processes)
+        check_host_memory(recipe, host, processes=processes)
+    return recipe
+
+
+def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool = True) -> None:
+    """Check that each launcher can take its jobs; without `submits`, skip launchers that are not installed."""
+    for kind in dict.fromkeys(launch.kind for launch, _ in jobs):
+        launcher = launcher_named(kind)
+        if submits or launcher.is_here():
+            launcher.check([job for job in jobs if job[0].kind == kind])
+
+
+def check_folder(folder: Path, launches: Iterable[LaunchConfig]) -> None:
+    """Check that no character of the path of a sweep's folder has another meaning for Python or a launcher."""
+    meanings = {os.pathsep: "at which PYTHONPATH is split"}
+    for kind in dict.fromkeys(launch.kind for launch in launches):
+        replaced = launcher_named(kind).replaced_in_paths
+        meanings |= dict.fromkeys(replaced, f"which launch={kind} replaces in the paths of logs")
+    for character, meaning in meanings.items():
+        if character in str(folder):
+            cure = "give runs=FOLDER, or the sweep, a path without"
+            raise ConfigError("runs", str(folder), f"has {character!r} in it, {meaning}", cure)
+
+
 def folder_of(study: Study) -> SweepFolder:
     """The folder of a study's sweep; it need not exist, but must be writable."""
     roots = {planned.recipe.runs for planned in study.planned}
@@ -82,91 +155,26 @@ def folder_of(study: Study) -> SweepFolder:
 
 def silence_of(study: Study) -> str | None:
     """Why a launcher of the study does not answer, in one line; None if all answer or are not installed."""
-    for kind in dict.fromkeys(launch_of(planned.recipe).kind for planned in study.planned):
+    for kind in dict.fromkeys(planned.recipe.launch.kind for planned in study.planned):
         launcher = launcher_named(kind)
         if launcher.is_here() and (problem := launcher.silence()) is not None:
             return f"the scheduler does not answer: {problem}"
     return None
 
 
-def check_study(study: Study, *, submits: bool = True, answered: bool = True) -> list[JobShape]:
-    """Check everything that can be checked before anything is written. Returns the shape of every run's job.
+def check_study(study: Study, *, submits: bool = True, answered: bool = True) -> None:
+    """Check everything that can be checked before anything is written.
 
     Args:
         submits: whether the jobs will be submitted from this host; if not, launchers need not be installed.
         answered: whether the launchers can be asked; if not, checks that need them are skipped.
     """
-    shapes = [shape_of(planned.recipe) for planned in study.planned]
-    _check_name(folder_of(study), study)
-    launches = [launch_of(planned.recipe) for planned in study.planned]
-    check_folder(folder_of(study).path, launches)
+    jobs = [(launch_of(planned.recipe), shape_of(planned.recipe)) for planned in study.planned]
+    folder = folder_of(study)
+    _check_name(folder, study)
+    check_folder(folder.path, (launch for launch, _ in jobs))
     if answered:
-        check_jobs(list(zip(launches, shapes, strict=True)), submits=submits)
-    return shapes
-
-
-def decide(study: Study, *, force: bool = False, states: States | None = None, answered: bool = True) -> list[Decision]:
-    """The action of a submission for every run of a study, after `check_study`; changes nothing.
-
-    Args:
-        force: submit ended runs again, from the beginning, whatever their outcome; waiting and running ones stay.
-        states: of jobs; None: ask their launchers, which need not be installed.
-        answered: whether the launchers can be asked; if not, jobs in their queues are unknown.
-    """
-    folder, shapes = folder_of(study), check_study(study, submits=False, answered=answered)
-    if states is None:
-        states = job_states(folder.submissions(), folder.path) if answered else {}
-    return _decided(study, folder, shapes, states, force=force)
-
-
-def submit(study: Study, report: Callable[[str], None], *, force: bool = False) -> Submitted:
-    """Submit the missing runs of a study after `check_study`, and return at once.
-
-    Args:
-        force: submit ended runs again, from the beginning; their old folders go to `superseded/`.
-    """
-    folder, shapes = folder_of(study), check_study(study)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    with folder.claim():
-        # Again under the claim: another sweep may have taken the folder meanwhile.
-        _check_name(folder, study)
-        settle(folder, report)
-        decisions = _decided(study, folder, shapes, reconcile(folder), force=force)
-        order = starting_order([decision.planned.point for decision in decisions])
-        missing = [decisions[number] for number in order if decisions[number].action == "submit"]
-        for decision in missing:
-            run, recipe = folder.run(decision.run_name), decision.planned.recipe
-            if force and decision.outcome is not None and run.path.exists():
-                supersede(folder, run)
-            create_run(
-                folder.path.parent,
-                sweep=folder.name,
-                name=run.name if run.hash8 else recipe.name,
-                identity=decision.planned.identity,
-                config=to_mapping(recipe),
-                parent=parent_of(recipe.checkpoint.load_from),
-            )
-        _write(folder, study, decisions)
-        submitted = enqueue(folder, [decision.job for decision in missing], report)
-    wake(folder)
-    return Submitted(folder=folder, decisions=tuple(decisions), submissions=tuple(submitted))
-
-
-def _decided(
-    study: Study, folder: SweepFolder, shapes: Sequence[JobShape], states: States, *, force: bool
-) -> list[Decision]:
-    jobs = jobs_of(folder, folder.submissions())
-    run_of = {identity.sha256: run for run in folder.runs() if (identity := run.identity()) is not None}
-    decisions = []
-    for planned, shape in zip(study.planned, shapes, strict=True):
-        # Find the run by its identity: its label may have changed.
-        run = run_of.get(planned.identity.sha256)
-        name = run.path.name if run else f"{planned.recipe.name}-{planned.identity.hash8}"
-        action, outcome = ("submit", None) if run is None else standing(run, jobs.get(name), states)
-        if force and action in ("done", "ended"):
-            action = "submit"
-        decisions.append(Decision(planned=planned, run_name=name, action=action, outcome=outcome, shape=shape))
-    return decisions
+        check_jobs(jobs, submits=submits)
 
 
 def _check_name(folder: SweepFolder, study: Study) -> None:
@@ -188,20 +196,116 @@ def _check_name(folder: SweepFolder, study: Study) -> None:
         raise ConfigError("sweep", study.name, rule, cure)
 
 
+def decide(study: Study, *, force: bool = False, states: States | None = None, answered: bool = True) -> list[Decision]:
+    """The action of a submission for every run of a study, after `check_study`; changes nothing.
+
+    Args:
+        force: submit ended runs again, from the beginning, whatever their outcome; waiting and running ones stay.
+        states: of jobs; None: ask their launchers, which need not be installed.
+        answered: whether the launchers can be asked; if not, jobs in their queues are unknown.
+    """
+    folder = folder_of(study)
+    check_study(study, submits=False, answered=answered)
+    if states is None:
+        states = job_states(folder.submissions(), folder.path) if answered else {}
+    return _decided(study, folder, states, force=force)
+
+
+def _decided(study: Study, folder: SweepFolder, states: States, *, force: bool) -> list[Decision]:
+    jobs = jobs_of(folder, folder.submissions())
+    run_of = {identity.sha256: run for run in folder.runs() if (identity := run.identity()) is not None}
+    decisions = []
+    for planned in study.planned:
+        # Find the run by its identity: its label may have changed.
+        run = run_of.get(planned.identity.sha256)
+        name = run.path.name if run else f"{planned.recipe.name}-{planned.identity.hash8}"
+        action, outcome = ("submit", None) if run is None else standing(run, jobs.get(name), states)
+        if force and action in ("done", "ended"):
+            action = "submit"
+        shape = shape_of(planned.recipe)
+        decisions.append(Decision(planned=planned, run_name=name, action=action, outcome=outcome, shape=shape))
+    return decisions
+
+
+def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States) -> tuple[str, str | None]:
+    """What a run is doing, and how it ended.
+
+    Args:
+        job: its latest submission, and its index there.
+        states: of jobs, by token and index.
+
+    Returns:
+        `done`, `queued`, `running`, `ended` (with another outcome), or `submit` (it never had a job); and the outcome.
+    """
+    result = run.result()
+    outcome = result.kind.value if result else None
+    if result is not None and result.kind is OutcomeKind.DONE:
+        return "done", outcome
+    if job is not None:
+        submission, index = job
+        job_state = states.get((submission.token, index))
+        word = job_state.state if job_state else "unknown"
+        # For a while the scheduler may not know a job that was cancelled in the queue; then its result counts.
+        # After some ends the job may have put itself back into the queue.
+        has_result = result is not None and result.ended >= submission.created and not result.kind.automatic
+        if word in ("pending", "requeued") or (word == "unknown" and not has_result):
+            # The scheduler may still have an unknown job; do not submit it again.
+            return "queued", None
+        if word == "running":
+            return "running", None
+    if run.is_claimed():
+        return "running", None
+    if job is not None or outcome is not None:
+        return "ended", outcome
+    return "submit", None
+
+
+def submit(study: Study, report: Callable[[str], None], *, force: bool = False) -> Submitted:
+    """Submit the missing runs of a study after `check_study`, and return at once.
+
+    Args:
+        force: submit ended runs again, from the beginning; their old folders go to `superseded/`.
+    """
+    check_study(study)
+    folder = folder_of(study)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with folder.claim():
+        # Again under the claim: another sweep may have taken the folder meanwhile.
+        _check_name(folder, study)
+        settle(folder, report)
+        decisions = _decided(study, folder, reconcile(folder), force=force)
+        order = starting_order([decision.planned.point for decision in decisions])
+        missing = [decisions[number] for number in order if decisions[number].action == "submit"]
+        for decision in missing:
+            run, recipe = folder.run(decision.run_name), decision.planned.recipe
+            if force and decision.outcome is not None and run.path.exists():
+                supersede(folder, run)
+            create_run(
+                folder.path.parent,
+                sweep=folder.name,
+                name=run.name if run.hash8 else recipe.name,
+                identity=decision.planned.identity,
+                config=to_mapping(recipe),
+                parent=parent_of(recipe.checkpoint.load_from),
+            )
+        _write(folder, study, decisions)
+        submitted = enqueue(folder, [decision.job for decision in missing], report)
+    wake(folder)
+    return Submitted(folder=folder, decisions=tuple(decisions), submissions=tuple(submitted))
+
+
 def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> None:
     """Write sweep.json and points.jsonl; points of an earlier plan stay if they have runs."""
 
-    def row_of(point: SweepPoint, run: str | None, dropped: Mapping[str, str] | None) -> dict[str, Any]:
+    def row_of(point: SweepPoint, run: str | None, **facts: Any) -> dict[str, Any]:
         control = {"control": True} if point.is_control else {}
-        return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": dropped, **control}
+        return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": None, **control, **facts}
 
     points = [
-        {**row_of(planned.point, decision.run_name, None), "estimate": estimate_values(planned.recipe)}
-        for decision in decisions
-        for planned in [decision.planned]
+        row_of(each.planned.point, each.run_name, estimate=estimate_values(each.planned.recipe)) for each in decisions
     ]
-    points += [row_of(drop.point, None, {"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
     now = {point["run"] for point in points}
+    points += [row_of(drop.point, None, dropped={"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
     earlier = [row for row in folder.points() if row.get("run") and row["run"] not in now]
     points += [row for row in earlier if folder.run(row["run"]).path.is_dir()]
     manifest = {
@@ -216,8 +320,113 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
     folder.write_manifest(manifest, points)
 
 
+def supersede(folder: SweepFolder, run: RunFolder) -> None:
+    """Move the folder of a run that no process has claimed aside, so that the run can start from the beginning."""
+    folder.superseded.mkdir(exist_ok=True)
+    with run.claim():
+        number = 1
+        while (aside := folder.superseded / f"{run.path.name}.{number}").exists():
+            number += 1
+        run.path.rename(aside)
+
+
+def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[str], None]) -> list[Submission]:
+    """Submit runs that have folders, in the order in which they should start. The caller has claimed the sweep.
+
+    Raises:
+        ConfigError: a launcher refuses; earlier submissions stay in their queues, later runs are unchanged.
+    """
+    if not items:
+        return []
+    check_folder(folder.path, (item.launch for item in items))
+    folder.jobs.mkdir(exist_ok=True)
+    code = sweep_folder.take_snapshot(folder.code).relative_to(folder.path)
+    submitted: list[Submission] = []
+    place_of = {item.run: place for place, item in enumerate(items)}
+    for group in arrays(items):
+        first, runs = group[0], [folder.run(item.run) for item in group]
+        for run in runs:
+            run.withdraw_cancel()
+        submission = Submission(
+            launcher=first.launch.kind,
+            # Not earlier than its runs' folders: a host whose clock is ahead may have created them.
+            created=max([time.time(), *(run.created() or 0.0 for run in runs)]),
+            code=code.as_posix(),
+            shape=first.shape,
+            launch=plain(first.launch),
+            runs=tuple(run.path.name for run in runs),
+            changes={item.run: item.changes for item in group if item.changes},
+            batch=submitted[0].batch if submitted else secrets.token_hex(5),
+            places=tuple(place_of[item.run] for item in group),
+        )
+        write_submission(folder.path, submission)
+        try:
+            job_id: str | None = first.launch.implementation().submit(folder.path, submission)
+        except ConfigError:
+            # The jobs may be in the queue nevertheless: a late answer is an error too.
+            job_id = _settled(folder, submission)
+            if job_id is None:
+                raise
+        submission = replace(submission, state="submitted", job_id=job_id)
+        write_submission(folder.path, submission)
+        report(f"job {submission.job_id}: {_described(submission)}")
+        submitted.append(submission)
+    return submitted
+
+
+def arrays(items: Sequence[QueuedRun], *, answered: bool = True) -> Iterator[list[QueuedRun]]:
+    """Group runs whose jobs have the same shape and config into arrays of the allowed size, in order of first use.
+
+    Args:
+        answered: whether the launchers can be asked for the size of an array; if not, use a size that all accept.
+    """
+    groups: dict[str, list[QueuedRun]] = {}
+    for item in items:
+        key = json.dumps([plain(item.shape), plain(item.launch)], sort_keys=True, default=str)
+        groups.setdefault(key, []).append(item)
+    sizes: dict[str, int | None] = {}
+    for group in groups.values():
+        kind = group[0].launch.kind
+        if kind not in sizes:
+            sizes[kind] = launcher_named(kind).max_array(is_answered=answered)
+        most = sizes[kind] or len(group)
+        yield from (group[first : first + most] for first in range(0, len(group), most))
+
+
+def settle(folder: SweepFolder, report: Callable[[str], None]) -> None:
+    """Complete or remove the intents of a process that was killed, by asking the launchers for their jobs."""
+    for submission in folder.submissions():
+        if submission.state == "intent":
+            job_id = _settled(folder, submission)
+            end = f"is job {job_id}" if job_id else "came to nothing"
+            report(f"an interrupted submission {end}: {_described(submission)}")
+
+
+def _settled(folder: SweepFolder, submission: Submission) -> str | None:
+    """Write the number of a submission's jobs into its file, and return it; without jobs, remove the file (None)."""
+    # Wait for an sbatch that the killed process left behind; an sbatch that starts later finds its intent removed.
+    with claimed(folder.path, "sweep", patience_seconds=_PATIENCE_SECONDS, file=HANDING_OVER):
+        job_id = launcher_named(submission.launcher).find(folder.path, submission)
+        if job_id is None:
+            drop_submission(folder.path, submission)
+        else:
+            write_submission(folder.path, replace(submission, state="submitted", job_id=job_id))
+        return job_id
+
+
+def _described(submission: Submission) -> str:
+    shape, runs = submission.shape, len(submission.runs)
+    nodes = f" on {shape.nodes} nodes" if shape.nodes > 1 else ""
+    return f"{counted(runs, 'run')} of {counted(shape.processes, 'process', 'processes')}{nodes}"
+
+
+def wake(folder: SweepFolder) -> None:
+    """Make launchers start the processes that run the sweep's jobs on this host."""
+    for kind in dict.fromkeys(submission.launcher for submission in folder.submissions()):
+        launcher_named(kind).wake(folder.path)
+
+
 HEADINGS = ("run", "layout", "processes", "nodes", "GPU-hours", "est. hours", "est. GB", "checkpoint GB", "action")
-FIGURES = ("processes", "nodes", "GPU-hours", "est. hours", "est. GB", "checkpoint GB")
 # In the order in which the counts are shown.
 _WORDS = {
     "submit": "to submit",
@@ -234,83 +443,42 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
     Args:
         answered: whether the launcher can be asked how many jobs an array takes.
     """
-    rows = [_cells(decision) for decision in decisions]
-    lines = [f"{study.name}: {counted(len(decisions), 'run')} ({study.origin})"]
-    lines += study.notices
-    lines += [f"  {line}" for line in aligned(HEADINGS, rows, right=FIGURES)]
+    lines = [f"{study.name}: {counted(len(decisions), 'run')} ({study.origin})", *study.notices]
+    lines += [f"  {line}" for line in aligned(HEADINGS, list(map(_cells, decisions)), right=HEADINGS[2:-1])]
     counts = Counter(decision.action for decision in decisions)
     lines.append(", ".join(f"{counts[action]} {words}" for action, words in _WORDS.items() if counts[action]))
-    submitted = [decision for decision in decisions if decision.action == "submit"]
-    if submitted:
+    if submitted := [decision for decision in decisions if decision.action == "submit"]:
         lines.append(_resources(submitted, answered=answered))
-    lines += _without_tracker(study, decisions)
-    ended = [decision for decision in decisions if decision.action == "ended"]
-    if ended:
-        outcomes = sorted({decision.outcome for decision in ended if decision.outcome})
-        # An ended run without an outcome gets one at the next reconciliation.
-        which = f"--outcome {','.join(outcomes)}" if all(decision.outcome for decision in ended) else "--all-failed"
-        sweep = sweep_argument(user_path(study.planned[0].recipe.runs) / study.name)
-        lines.append(f"to run those again: titanlab retry {sweep} {which}")
+    over = [decision for decision in decisions if decision.action in ("done", "ended")]
+    if over:
+        folder = SweepFolder(user_path(over[0].planned.recipe.runs) / study.name)
+        sweep = sweep_argument(folder.path)
+        lacking = Counter(
+            kind
+            for decision in over
+            for kind, config in decision.planned.recipe.tracker.parts().items()
+            if config.for_rebuild(1) is not None and not has_tracker(folder.run(decision.run_name), config.kind)
+        )
+        lines += [
+            f"{counted(count, 'run')} ended without tracker={kind}; to write its files from metrics.jsonl: "
+            f"titanlab sync --tracker {kind} {sweep}"
+            for kind, count in lacking.items()
+        ]
+        if ended := [decision.outcome for decision in over if decision.action == "ended"]:
+            # An ended run without an outcome gets one at the next reconciliation.
+            known = sorted({outcome for outcome in ended if outcome})
+            which = f"--outcome {','.join(known)}" if all(ended) else "--all-failed"
+            lines.append(f"to run those again: titanlab retry {sweep} {which}")
     rows_dropped = [{"state": "dropped", "dropped_stage": drop.stage, "cause": drop.reason} for drop in study.dropped]
     return lines + dropped(rows_dropped)
-
-
-def _without_tracker(study: Study, decisions: Sequence[Decision]) -> list[str]:
-    """A line for each tracker that the recipes name and that has no data of runs that have ended."""
-    over = [decision for decision in decisions if decision.action in ("done", "ended")]
-    if not over:
-        return []
-    folder = SweepFolder(user_path(over[0].planned.recipe.runs) / study.name)
-    lacking = Counter(
-        kind
-        for decision in over
-        for kind, config in decision.planned.recipe.tracker.parts().items()
-        if config.for_rebuild(1) is not None and not has_tracker(folder.run(decision.run_name), config.kind)
-    )
-    return [
-        f"{counted(count, 'run')} ended without tracker={kind}; to write its files from metrics.jsonl: "
-        f"titanlab sync --tracker {kind} {sweep_argument(folder.path)}"
-        for kind, count in lacking.items()
-    ]
-
-
-def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
-    """The same content as plain values."""
-    return {
-        "sweep": study.name,
-        "origin": study.origin,
-        **study.definition,
-        "runs": [
-            {
-                "run": decision.run_name,
-                "point": dict(decision.planned.point.values),
-                "repeat": decision.planned.point.repeat,
-                "control": decision.planned.point.is_control,
-                "layout": decision.planned.recipe.layout.label,
-                "action": decision.action,
-                "outcome": decision.outcome,
-                "shape": decision.shape.to_mapping(),
-                "gpu_hours": decision.shape.gpu_hours,
-                "estimate": None if estimate is None else estimate.to_mapping(),
-            }
-            for decision in decisions
-            for estimate in [estimate_of(decision.planned.recipe)]
-        ],
-        "dropped": [
-            {"point": dict(drop.point.values), "repeat": drop.point.repeat, "stage": drop.stage, "reason": drop.reason}
-            for drop in study.dropped
-        ],
-        "notices": list(study.notices),
-        "counts": dict(Counter(decision.action for decision in decisions)),
-    }
 
 
 def _cells(decision: Decision) -> tuple[str, ...]:
     shape, recipe = decision.shape, decision.planned.recipe
     action = decision.outcome if decision.action == "ended" and decision.outcome else decision.action
     hours = memory = checkpoint = ""
-    # Without one, nothing is known of the devices.
-    if (estimate := estimate_of(recipe)) is not None:
+    estimate = estimated(recipe)
+    if not isinstance(estimate, str):
         memory = f"{estimate.reserved_bytes / 1e9:.1f}{'' if estimate.fits else ' too much'}"
         hours, checkpoint = (
             trimmed(value) if value < 999.5 else grouped(value)
@@ -347,41 +515,34 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
     return f"{counted(len(submitted), 'job')}: {', '.join(parts)}; the largest has {max(s.processes for s in shapes):,}"
 
 
-def fitting(study: Study, *, strictly: bool) -> Study:
-    """The study without the runs that do not fit into memory, with a notice on runs that may not fit.
-
-    Args:
-        strictly: leave out every run whose estimate exceeds a device's memory; else only if it does so by more than the
-            error of estimates.
-    """
-    kept: list[PlannedRun] = []
-    dropped = list(study.dropped)
-    doubtful = 0
-    for planned in study.planned:
-        estimate = estimate_of(planned.recipe)
-        if estimate is None or estimate.fits or not (strictly or estimate.cannot_fit):
-            kept.append(planned)
-            doubtful += estimate is not None and not estimate.fits
-        else:
-            assert estimate.limit_bytes is not None
-            needed, limit = estimate.reserved_bytes / 1e9, estimate.limit_bytes / 1e9
-            reason = f"would reserve about {needed:.0f} GB of a device's {limit:.1f} GB"
-            dropped.append(Dropped(point=planned.point, stage="memory", reason=reason))
-    if not kept:
-        rule = f"none of {len(study.planned)} runs fits into memory; {dropped[-1].reason}"
-        cure = "see what fits: titanlab plan; or submit them all the same: --keep"
-        raise ConfigError("arguments", study.name, rule, cure)
-    notices = []
-    percent = f"{100 * MEMORY_ERROR:.0f} %"
-    if doubtful:
-        notices.append(
-            f"{counted(doubtful, 'run')} may not fit into memory: each estimate is too much, but by less than the "
-            f"largest error of estimates ({percent}); --prune leaves them out"
+def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
+    """The same content as plain values."""
+    runs = []
+    for decision in decisions:
+        point, estimate = decision.planned.point, estimated(decision.planned.recipe)
+        runs.append(
+            {
+                "run": decision.run_name,
+                "point": dict(point.values),
+                "repeat": point.repeat,
+                "control": point.is_control,
+                "layout": decision.planned.recipe.layout.label,
+                "action": decision.action,
+                "outcome": decision.outcome,
+                "shape": decision.shape.to_mapping(),
+                "gpu_hours": decision.shape.gpu_hours,
+                "estimate": None if isinstance(estimate, str) else estimate.to_mapping(),
+            }
         )
-    left_out = len(study.planned) - len(kept)
-    if left_out and not strictly:
-        notices.append(
-            f"{counted(left_out, 'run')} left out: their estimates exceed a device's memory by more than {percent}, "
-            "the largest error of estimates; --keep keeps all"
-        )
-    return dataclasses.replace(study, planned=tuple(kept), dropped=tuple(dropped), notices=(*study.notices, *notices))
+    return {
+        "sweep": study.name,
+        "origin": study.origin,
+        **study.definition,
+        "runs": runs,
+        "dropped": [
+            {"point": dict(drop.point.values), "repeat": drop.point.repeat, "stage": drop.stage, "reason": drop.reason}
+            for drop in study.dropped
+        ],
+        "notices": list(study.notices),
+        "counts": dict(Counter(decision.action for decision in decisions)),
+    }

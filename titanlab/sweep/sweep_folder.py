@@ -36,6 +36,8 @@ from titanlab.records import (
 from titanlab.system import finite, user_path, write_json, write_text
 
 SCHEMA = 1
+SINGLE = "single"
+"""The sweep of runs that were started one by one."""
 _HASH = re.compile(r"[0-9a-f]{4,8}")
 
 

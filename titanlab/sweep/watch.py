@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlab.records import OutcomeKind, RunFolder, Status
+from titanlab.records import OutcomeKind, RunFolder
 from titanlab.sweep import listing
-from titanlab.sweep.enqueue import wake
 from titanlab.sweep.listing import Row
 from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.rows import ACTIVE, look_at
@@ -85,9 +84,20 @@ class Screen:
     @contextlib.contextmanager
     def _drawn(self, name: str) -> Iterator[Callable[[Sequence[Row]], None]]:
         """A function that shows changing rows: it redraws a terminal, and prints changes as lines elsewhere."""
+        before: dict[str, str] = {}
+
+        def tell(rows: Sequence[Row]) -> None:
+            """Print a line for each run whose state has changed."""
+            now = {row["run"]: listing.state_word(row) for row in listing.runs(rows)}
+            changed = [run for run, word in now.items() if before.get(run) != word]
+            before.update(now)
+            for run in changed:
+                self._say(f"{time.strftime('%H:%M:%S', time.localtime(self._clock()))}  {run}: {now[run]}")
+            if changed:
+                self._say(f"          {listing.state_counts(rows)}")
+
         if not self.is_live:
-            before: dict[str, str] = {}
-            yield lambda rows: self._tell(rows, before)
+            yield tell
             return
         from rich.live import Live
 
@@ -96,29 +106,13 @@ class Screen:
         with Live(console=console, auto_refresh=False, transient=True) as live:
             yield lambda rows: live.update(self._view(name, rows, height=console.size.height), refresh=True)
 
-    def _tell(self, rows: Sequence[Row], before: dict[str, str]) -> None:
-        """Print a line for each run whose state differs from `before`, and update `before`."""
-        now = {row["run"]: listing.state_word(row) for row in listing.runs(rows)}
-        changed = [run for run, word in now.items() if before.get(run) != word]
-        before.update(now)
-        for run in changed:
-            self._say(f"{time.strftime('%H:%M:%S', time.localtime(self._clock()))}  {run}: {now[run]}")
-        if changed:
-            self._say(f"          {listing.state_counts(rows)}")
-
     def _console(self) -> Any:
         # Imported here: `titanlab --help` does not need it.
         from rich.console import Console
 
-        coloured = not self._environ.get("NO_COLOR")
+        # It finds NO_COLOR, COLUMNS and LINES in the environment.
         return Console(
-            file=self._stream,
-            force_terminal=True,
-            color_system="standard" if coloured else None,
-            no_color=not coloured,
-            highlight=False,
-            legacy_windows=False,
-            _environ=self._environ,
+            file=self._stream, force_terminal=True, highlight=False, legacy_windows=False, _environ=self._environ
         )
 
     def _view(self, name: str, rows: Sequence[Row], *, height: int | None = None) -> Any:
@@ -160,11 +154,7 @@ class Screen:
 
 def _harmless(rows: Sequence[Row]) -> list[Row]:
     """Rows whose texts cannot control the terminal."""
-    return [_without_control(row) for row in rows]
-
-
-def _without_control(row: Row) -> Row:
-    return {key: harmless(value) if isinstance(value, str) else value for key, value in row.items()}
+    return [{key: harmless(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
 
 
 def settled(rows: Sequence[Row]) -> bool:
@@ -219,6 +209,9 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
 
     If the sweep's supervisor is killed meanwhile, it is started again.
     """
+    # Imported here: showing a sweep does not need it.
+    from titanlab.sweep.submit import wake
+
     look = look_at(folder)
 
     def look_and_wake() -> list[dict[str, Any]]:
@@ -255,7 +248,7 @@ class RunWatch:
         self._last: tuple[bool, str] = (True, "")
 
     def goes_on(self) -> tuple[bool, str]:
-        """Whether the run goes on, and a line that says why it waits or does not go on; the line may be empty."""
+        """Whether the run goes on, and why it waits or does not go on; the reason may be empty."""
         if self._run.is_claimed():
             self._due = -float("inf")
             return True, ""
@@ -264,24 +257,22 @@ class RunWatch:
         automatic = [kind.value for kind in OutcomeKind if kind.automatic]
         if status is not None and status.state == "ended" and status.outcome not in automatic:
             return False, f"ended: {status.outcome}"
-        if self._clock() >= self._due:
-            self._due = self._clock() + _LOOK_SECONDS
-            self._last = self._judged(status)
-        return self._last
-
-    def _judged(self, status: Status | None) -> tuple[bool, str]:
+        if self._clock() < self._due:
+            return self._last
+        self._due = self._clock() + _LOOK_SECONDS
         name = self._run.path.name
         row = next((row for row in self._look() if row["run"] == name and row["state"] != "dropped"), None)
         if row is None:
-            return False, "is not in its sweep any more"
-        if row["state"] == "queued":
-            reason = f": {row['queue_reason']}" if row["queue_reason"] else ""
-            return True, f"waits in the queue{reason}"
-        if row["state"] == "prepared":
-            return False, "nobody has started it"
-        if row["state"] in ACTIVE:
+            self._last = False, "is not in its sweep any more"
+        elif row["state"] == "queued":
+            self._last = True, "waits in the queue" + (f": {row['queue_reason']}" if row["queue_reason"] else "")
+        elif row["state"] == "prepared":
+            self._last = False, "nobody has started it"
+        elif row["state"] in ACTIVE:
             # A live process of this host may have written nothing for long, and its file system may have no locks.
             lives = status is not None and status.host == socket.gethostname() and born_at(status.pid) is not None
             is_silent = row["job_id"] is None and not lives and time.time() - (row["updated"] or 0.0) > _SILENT_SECONDS
-            return not is_silent, "nobody works on it any more, and it left no result" if is_silent else ""
-        return False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
+            self._last = not is_silent, "nobody works on it any more, and it left no result" if is_silent else ""
+        else:
+            self._last = False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
+        return self._last

@@ -10,7 +10,6 @@ import errno
 import json
 import math
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
@@ -145,30 +144,20 @@ def home() -> Path | None:
     return Path(folder) if os.path.isabs(folder) else None
 
 
-_WORDS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EROFS: "the file system is read-only",
-    errno.EFBIG: "a file would be larger than the limit of this process or file system",
-    errno.ENOTDIR: "a file stands where a folder was",
-}
-_CURES = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room, or ask for a larger quota",
-    errno.EROFS: "have it made writable again",
-    errno.EFBIG: "raise the limit (ulimit -f)",
-    errno.ENOTDIR: "move it away",
+# What is wrong with the disk, and its cure.
+_FAULTS = {
+    errno.ENOSPC: ("the disk is full", "make room"),
+    errno.EDQUOT: ("the disk quota is used up", "make room, or ask for a larger quota"),
+    errno.EROFS: ("the file system is read-only", "have it made writable again"),
+    errno.EFBIG: (
+        "a file would be larger than the limit of this process or file system",
+        "raise the limit (ulimit -f)",
+    ),
+    errno.ENOTDIR: ("a file stands where a folder was", "move it away"),
 }
 _STORE = "the store cannot be used"
 _GONE = "the folder of the run is gone"
 _PROBE_BYTES = 1 << 16
-# A library may keep only the text of an error, without its number.
-_MESSAGES = (
-    (re.compile(r"No space left on device"), errno.ENOSPC),
-    (re.compile(r"Disk quota exceeded"), errno.EDQUOT),
-    (re.compile(r"Read-only file system"), errno.EROFS),
-    (re.compile(r"File too large"), errno.EFBIG),
-)
 
 
 class StoreFault(OSError):
@@ -208,18 +197,21 @@ def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
         if isinstance(cause, FolderGone):
             return f"{_GONE} ({cause.folder}): it was moved or removed while the run went on; resume it where it is now"
         number = cause.errno if isinstance(cause, OSError) else None
-        if number not in _WORDS:
-            number = next((number for text, number in _MESSAGES if text.search(str(cause))), None)
+        if number not in _FAULTS:
+            # A library may keep only the text of an error, without its number.
+            texts = {each: os.strerror(each) for each in _FAULTS if each != errno.ENOTDIR}
+            number = next((each for each, text in texts.items() if text in str(cause)), None)
         if number is not None:
             file = cause.filename if isinstance(cause, OSError) else None
             where = f" ({file})" if isinstance(file, str) else ""
-            return f"{_WORDS[number]}{where}: {_CURES[number]}{then}"
+            words, cure = _FAULTS[number]
+            return f"{words}{where}: {cure}{then}"
     return None
 
 
 def tells_of_disk(cause: str | None) -> bool:
     """Whether the cause of an outcome is a text from `disk_fault`."""
-    return cause is not None and cause.startswith((_STORE, _GONE, *_WORDS.values()))
+    return cause is not None and cause.startswith((_STORE, _GONE, *(words for words, _ in _FAULTS.values())))
 
 
 def refusal(folder: Path) -> OSError | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from titanlab.errors import ConfigError
@@ -55,28 +55,22 @@ def silence() -> float | None:
     huggingface_hub and datasets retry for half a minute before they report a missing network, and for minutes if the
     connection is accepted but no response comes.
     """
-    for does_answer, default in ((_connects, CONNECT_SECONDS), (_responds, ANSWER_SECONDS)):
-        seconds = _seconds(default)
-        answers: list[bool] = []
+    for does_answer, seconds in ((_connects, CONNECT_SECONDS), (_responds, ANSWER_SECONDS)):
+        with contextlib.suppress(KeyError, ValueError):
+            # The timeout of huggingface_hub itself.
+            seconds = max(float(os.environ["HF_HUB_ETAG_TIMEOUT"]), 0.1)
+        answered = threading.Event()
         # In a thread, because name resolution ignores the timeout.
-        probe = threading.Thread(target=_append_answer, args=(does_answer, seconds, answers), daemon=True)
-        probe.start()
-        probe.join(seconds)
-        if not answers or not answers[0]:
+        threading.Thread(target=does_answer, args=(seconds, answered), daemon=True).start()
+        if not answered.wait(seconds):
             return seconds
     return None
 
 
-def _append_answer(does_answer: Callable[[float], bool], seconds: float, answers: list[bool]) -> None:
-    answers.append(does_answer(seconds))
-
-
-def _connects(seconds: float) -> bool:
-    try:
+def _connects(seconds: float, answered: threading.Event) -> None:
+    with contextlib.suppress(OSError, UnicodeError):
         socket.create_connection(_address(), timeout=seconds).close()
-    except (OSError, UnicodeError):
-        return False
-    return True
+        answered.set()
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -86,20 +80,19 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _responds(seconds: float) -> bool:
+def _responds(seconds: float, answered: threading.Event) -> None:
     endpoint, proxy = _endpoint(), _proxy()
     proxies = urllib.request.ProxyHandler({urlsplit(endpoint).scheme: proxy} if proxy else {})
     try:
         request = urllib.request.Request(endpoint, method="HEAD")
         urllib.request.build_opener(_NoRedirect(), proxies).open(request, timeout=seconds).close()
-    except TimeoutError:
-        return False
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()
-        # Leave other errors to the library, which may have other certificates, or support other proxies.
-        return not isinstance(getattr(error, "reason", None), TimeoutError)
-    return True
+        if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+            return
+    # Leave other errors to the library, which may have other certificates, or support other proxies.
+    answered.set()
 
 
 def unreachable(name: str, key: str = "repo") -> ConfigError | None:
@@ -107,7 +100,10 @@ def unreachable(name: str, key: str = "repo") -> ConfigError | None:
     if is_offline():
         rule = "is to be fetched from the hub, and HF_HUB_OFFLINE is set"
         return ConfigError(key, name, rule, "unset it, or copy the files by hand")
-    if not _is_address(_endpoint()):
+    parts = None
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(_endpoint())
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         return ConfigError("HF_ENDPOINT", _endpoint(), "is no address of a hub", f"leave it out, or try {_USUAL}")
     seconds = silence()
     if seconds is None:
@@ -130,24 +126,8 @@ def is_offline() -> bool:
     return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
-def _seconds(default: float) -> float:
-    """The timeout of huggingface_hub itself, if it is set."""
-    try:
-        return max(float(os.environ["HF_HUB_ETAG_TIMEOUT"]), 0.1)
-    except (KeyError, ValueError):
-        return default
-
-
 def _endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", _USUAL)
-
-
-def _is_address(endpoint: str) -> bool:
-    try:
-        parts = urlsplit(endpoint)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _proxy() -> str | None:

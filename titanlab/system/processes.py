@@ -63,39 +63,35 @@ def process_start(pid: int) -> float | None:
     Known only on Linux (proc(5), `starttime`).
     """
     ticks = born_at(pid)
-    if not ticks:
-        return None
-    try:
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return time.time() - age
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if ticks:
+            return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return None
 
 
 def born_at(pid: int) -> int | None:
     """Start time of a process of this host in kernel ticks; 0 if the system has no /proc; None if it is dead."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return None
-        with contextlib.suppress(OSError):
+    if fields := _status_fields(pid):
+        return None if fields[0] in "ZX" else int(fields[19])
+    with contextlib.suppress(OSError):
+        if not Path("/proc/self/stat").exists():
             os.kill(pid, 0)
             return 0
-        return None
-    except OSError:
-        return None
-    # The name is in brackets and may contain any character, also brackets and spaces.
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(rest[18])
+    return None
 
 
 def process_state(pid: int) -> str | None:
     """The state of a process's main thread as a letter, see proc(5); None if it cannot be read."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
+    fields = _status_fields(pid)
+    return fields[0] if fields else None
+
+
+def _status_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat, see proc(5), from the state on; empty if they cannot be read."""
+    with contextlib.suppress(OSError):
+        # The name is in brackets and may contain any character, also brackets and spaces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def stopped_note(pid: int) -> str:

@@ -94,16 +94,9 @@ def is_capable(stream: Any, environ: Mapping[str, str]) -> bool:
 
 def columns_of(stream: TextIO) -> int:
     """Width of a terminal, as it is now; 80 if it is not known."""
-    try:
-        columns = os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError, AttributeError):
-        columns = 0
-    return columns or 80
-
-
-def shown_width(line: str) -> int:
-    """Columns of a line without its escape sequences."""
-    return len(_SEQUENCE.sub("", line))
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
 
 
 def can_show(stream: TextIO, text: str) -> bool:
@@ -125,56 +118,6 @@ def simplified(text: str, stream: TextIO) -> str:
 _TICK_SECONDS = 0.5
 # If lines are not redrawn, a phase that lasts this long gets its own line.
 _SLOW_SECONDS = 30.0
-
-
-class Phase:
-    """The current phase, if there is one."""
-
-    def __init__(self, tick: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._tick = tick
-        self._clock = clock
-        self._text: str | None = None
-        self._begin = 0.0
-        self._is_reported = False
-        self._ended = threading.Event()
-        # The thread of the current phase, and threads of earlier phases that are about to end.
-        self._threads: list[threading.Thread] = []
-
-    def begin(self, text: str | None) -> None:
-        """Begin a phase, which ends the previous one; None: only end the previous one."""
-        self._text, self._begin, self._is_reported = text, self._clock(), False
-        if text is None:
-            self._ended.set()
-        elif not self._threads or self._ended.is_set():
-            self._ended = threading.Event()
-            thread = threading.Thread(target=self._run, args=(self._ended,), name="terminal", daemon=True)
-            thread.start()
-            self._threads = [*(earlier for earlier in self._threads if earlier.is_alive()), thread]
-
-    @property
-    def line(self) -> str | None:
-        """The phase with its seconds; None if there is none."""
-        text, seconds = self._text, self._clock() - self._begin
-        return None if text is None else f"{text} … {seconds:.0f} s" if seconds >= 1 else f"{text} …"
-
-    def take_slow(self) -> str | None:
-        """A line about a phase that lasts long, once for each phase; None: no line."""
-        if self._text is None or self._is_reported or self._clock() - self._begin < _SLOW_SECONDS:
-            return None
-        self._is_reported = True
-        return self.line
-
-    def close(self) -> None:
-        """End the phase, and wait for its thread and for those of earlier phases."""
-        self.begin(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        self._threads = []
-
-    def _run(self, ended: threading.Event) -> None:
-        while not ended.wait(_TICK_SECONDS):
-            self._tick()
 
 
 Rows = Sequence[tuple[str, object]]
@@ -213,7 +156,10 @@ class Console:
         environ = os.environ if environ is None else environ
         self._stream = sys.stdout if stream is None else stream
         self._errors = sys.stderr if errors is None else errors
-        self._log = None if log_file is None else _opened(log_file)
+        self._log: TextIO | None = None
+        if log_file is not None:
+            descriptor = open_to_write(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            self._log = os.fdopen(descriptor, "a", encoding="utf-8", buffering=1)
         self._quiet = quiet
         self._environ = environ
         self._clock = clock
@@ -228,8 +174,12 @@ class Console:
         self._drawn_at = -float("inf")
         # Columns of the line that was drawn last; 0: there is none.
         self._drawn = 0
-        self._phase = Phase(self._tick, clock=clock)
-        # The thread of the phase writes too. Re-entrant: a signal's handler may write while this thread does.
+        # What the run does before its first step, since when, and whether it was said that this takes long.
+        self._phase: tuple[str, float] | None = None
+        self._is_said = False
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        # The thread redraws the phase. Re-entrant: a signal's handler may write while this thread does.
         self._lock = threading.RLock()
 
     @property
@@ -244,7 +194,11 @@ class Console:
         if self._quiet:
             return
         with self._lock:
-            self._phase.begin(None if text is None else harmless(text))
+            self._phase = None if text is None else (harmless(text), self._clock())
+            self._is_said = False
+            if text is not None and self._thread is None:
+                self._thread = threading.Thread(target=self._tick, name="terminal", daemon=True)
+                self._thread.start()
             if self.is_live:
                 self._draw()
 
@@ -257,9 +211,8 @@ class Console:
         with self._lock:
             self._latest = progress
             is_due = self._clock() - self._drawn_at >= _REDRAW_SECONDS
-            if self._phase.line is not None:
-                self._phase.begin(None)
-                is_due = True
+            if self._phase is not None:
+                self._phase, is_due = None, True
             if self.is_live and is_due:
                 self._draw()
 
@@ -270,15 +223,14 @@ class Console:
         line = plain_line(progress)
         self._to_log(line)
         with self._lock:
-            self._phase.begin(None)
-        if self.is_live:
-            with self._lock:
+            self._phase = None
+            if self.is_live:
                 self._latest = self._kept = progress
                 kept = kept_line(progress, columns=columns_of(self._stream)) + "\n"
                 self._write(self._stream, self._clearing() + kept)
                 self._draw()
-        elif not self._quiet:
-            self._write(self._stream, line + "\n")
+            elif not self._quiet:
+                self._write(self._stream, line + "\n")
 
     def validated(self, step: int, steps: int, loss: float) -> None:
         self.note(f"step {step:>{len(str(steps))}}/{steps}  validation loss {loss_text(loss)}")
@@ -306,7 +258,7 @@ class Console:
     def settle(self) -> None:
         """End the phase; draw the progress line for the last time and end it; a later one starts below."""
         with self._lock:
-            self._phase.begin(None)
+            self._phase = None
             if self._latest not in (None, self._kept) and self.is_live:
                 self._draw()
                 self._write(self._stream, "\n")
@@ -317,7 +269,9 @@ class Console:
     def close(self) -> None:
         """End the phase and the progress line, and close the log file."""
         self.settle()
-        self._phase.close()
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._log is not None:
             with contextlib.suppress(OSError):
                 self._log.close()
@@ -331,7 +285,7 @@ class Console:
 
     def _draw(self) -> None:
         """Draw the phase, or the progress; without both, remove the line."""
-        columns, phase = columns_of(self._stream), self._phase.line
+        columns, phase = columns_of(self._stream), self._phase_line()
         if phase is not None:
             # Cut off: a line that wraps could not be redrawn in place.
             line = self._style.faint + phase[: columns - 1] + self._style.off
@@ -342,7 +296,7 @@ class Console:
         else:
             return
         self._write(self._stream, (self._clearing() or _CLEAR_LINE) + line)
-        self._drawn, self._drawn_at = shown_width(line), self._clock()
+        self._drawn, self._drawn_at = len(_SEQUENCE.sub("", line)), self._clock()
 
     def _clearing(self) -> str:
         """The escape sequences that remove the drawn line; empty if there is none."""
@@ -352,14 +306,24 @@ class Console:
         wraps = 0 if "XTERM_VERSION" in self._environ else (self._drawn - 1) // columns_of(self._stream)
         return f"\r\x1b[{wraps}A\x1b[J" if wraps else _CLEAR_LINE
 
+    def _phase_line(self) -> str | None:
+        """The phase with its seconds; None if there is none."""
+        if self._phase is None:
+            return None
+        text, seconds = self._phase[0], self._clock() - self._phase[1]
+        return f"{text} … {seconds:.0f} s" if seconds >= 1 else f"{text} …"
+
     def _tick(self) -> None:
-        """Redraw the phase; called by its thread."""
-        with self._lock:
-            if self.is_live:
-                if self._phase.line is not None:
+        """Redraw the phase every half a second; without a line that is redrawn, say once that a phase takes long."""
+        while not self._closed.wait(_TICK_SECONDS):
+            with self._lock:
+                if (line := self._phase_line()) is None or self._phase is None:
+                    continue
+                if self.is_live:
                     self._draw()
-            elif (slow := self._phase.take_slow()) is not None:
-                self.note(slow)
+                elif not self._is_said and self._clock() - self._phase[1] >= _SLOW_SECONDS:
+                    self._is_said = True
+                    self.note(line)
 
     def _above(self, stream: TextIO, text: str) -> None:
         with self._lock:
@@ -380,7 +344,8 @@ class Console:
 
     def _block(self, title: str, rows: Rows, *, border: str) -> None:
         title, rows = harmless(title), [(harmless(label), harmless_lines(str(value))) for label, value in rows]
-        plain = _plain_block(title, rows)
+        width = max((len(label) for label, _ in rows), default=0)
+        plain = "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in rows)])
         self._to_log(plain)
         if self._quiet:
             return
@@ -439,12 +404,3 @@ class Console:
 def error_line(text: str, *, errors: TextIO | None = None, environ: Mapping[str, str] | None = None) -> None:
     """Print an error in one line on standard error, for a process that has no `Console`."""
     Console(errors=errors, environ=environ).error(text)
-
-
-def _plain_block(title: str, rows: Rows) -> str:
-    width = max((len(label) for label, _ in rows), default=0)
-    return "\n".join([title, *(f"  {label:<{width}}  {value}" for label, value in rows)])
-
-
-def _opened(log: Path) -> TextIO:
-    return os.fdopen(open_to_write(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8", buffering=1)

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -48,16 +48,16 @@ from titanlab.parallelism import (
     spread_experts,
     sum_gradients,
 )
-from titanlab.recipe import Recipe, Training, pieces_by_stage
+from titanlab.recipe import Recipe, pieces_by_stage
 from titanlab.records import Messages
 from titanlab.techniques.compile.compiler import GraphMemory
-from titanlab.techniques.model.documents import HostStarts, Packed
+from titanlab.techniques.model.attention import HostStarts, Packed
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.techniques.precision.cast import LossScale, dtype_named, keep_in_fp32, step_if
 from titanlab.techniques.precision.product import take_over
 from titanlab.techniques.profiler.contract import Phase, nothing
-from titanlab.train.balance import Balance, NoBalance
 from titanlab.train.initialise import initialise
+from titanlab.train.totals import Balance
 
 
 class Sums(NamedTuple):
@@ -93,9 +93,9 @@ class Assembled:
     to_device: Callable[[Batch], StepBatch]
     forward_backward: Callable[[StepBatch], Sums]
     loss_scale: LossScale
+    balance: Balance
     evaluate: Callable[[StepBatch], Sums]
     evaluation_rows: int
-    balance: NoBalance = field(default_factory=NoBalance)
     after_update: Callable[[], None] = lambda: None
     after_first_step: Callable[[], None] = lambda: None
     messages: Callable[[], Messages | None] = lambda: None
@@ -108,7 +108,7 @@ class Assembled:
 
 
 class _Runner(NamedTuple):
-    """This rank's stages of the model, and the functions that run a step on them; fields as in `Assembled`.
+    """This rank's stages of the model, and the functions that run a step on them and return the sum of its losses.
 
     scale: factor of the loss before its backward
     """
@@ -117,8 +117,8 @@ class _Runner(NamedTuple):
     stages: Sequence[Stage]
     scale: float | Tensor
     reports_loss: bool
-    forward_backward: Callable[[StepBatch], Sums]
-    evaluate: Callable[[StepBatch], Sums]
+    forward_backward: Callable[[StepBatch], Tensor]
+    evaluate: Callable[[StepBatch], Tensor]
     evaluation_rows: int
     messages: Callable[[], Messages | None] = lambda: None
 
@@ -132,14 +132,37 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
         # Created before compilation.
         after_first_step = functools.partial(FusionCheck().check_fused, world.gather)
     precision = recipe.precision.implementation()
-    loss_scale = with_policy(precision.loss_scale(world.device), recipe.training, world.device)
+    loss_scale = precision.loss_scale(world.device)
+    if recipe.training.on_nan == "skip":
+        loss_scale = SkipBadSteps(loss_scale, limit=recipe.training.nan_limit, device=world.device)
     run = (_pipelined if recipe.layout.pipeline > 1 else _single)(recipe, world, mesh, loss_scale, phase)
-    balance = _balance(recipe, world, mesh, [stage.model for stage in run.stages], run.scale)
+    # Without expert parallelism all ranks of the tensor axis route the same tokens.
+    routes_own = recipe.layout.expert > 1
+    with world.without_data or contextlib.nullcontext():
+        balance = Balance(
+            [stage.model for stage in run.stages],
+            recipe.model.account(),
+            world.device,
+            counts=mesh.coordinate("tensor") == 0 or routes_own,
+            parts=1 if routes_own else recipe.layout.tensor,
+            scale=run.scale,
+            seq_len=recipe.training.seq_len // recipe.layout.context,
+        )
+
+    def sums(total: Tensor, batch: StepBatch) -> Sums:
+        return Sums(total if run.reports_loss else torch.zeros_like(total), batch.valid)
 
     def forward_backward(batch: StepBatch) -> Sums:
-        # The counts are of one step only.
         balance.begin()
-        return run.forward_backward(batch)
+        total = run.forward_backward(batch)
+        with phase("backward"):
+            for stage in run.stages:
+                stage.finish_gradients()
+        return sums(total, batch)
+
+    @torch.no_grad()
+    def evaluate(batch: StepBatch) -> Sums:
+        return sums(run.evaluate(batch), batch)
 
     return Assembled(
         model=run.model,
@@ -147,7 +170,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
         forward_backward=forward_backward,
         balance=balance,
         loss_scale=loss_scale,
-        evaluate=run.evaluate,
+        evaluate=evaluate,
         evaluation_rows=run.evaluation_rows,
         after_update=functools.partial(precision.after_update, run.model),
         after_first_step=after_first_step,
@@ -158,7 +181,6 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
 def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, phase: Phase) -> _Runner:
     """Build the whole model."""
     stage = build_stage(recipe, world, mesh)
-    reports_loss = mesh.coordinate("tensor") == 0
     # Without positions a model counts 0, 1, …, which is correct for whole sequences.
     positions = positions_of(recipe, world, mesh) if recipe.layout.context > 1 else None
     # All ranks know this constant. Dividing by it here keeps gradients small in low precision; the loop corrects
@@ -168,8 +190,8 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
     size = recipe.microbatch
     graphs = GraphMemory(records=recipe.compile.records_graphs)
 
-    def forward_backward(batch: StepBatch) -> Sums:
-        total: torch.Tensor | None = None
+    def forward_backward(batch: StepBatch) -> Tensor:
+        total: Tensor | None = None
         count = batch.tokens.shape[0]
         for start in range(0, count, size):
             rows = slice(start, start + size)
@@ -186,14 +208,11 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
                 graphs.keep_gradients(stage.model.parameters())
             total = part if total is None else total + part
         assert total is not None
-        with phase("backward"):
-            stage.finish_gradients()
-        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
+        return total
 
     evaluation_graphs = GraphMemory(records=recipe.compile.records_graphs)
 
-    @torch.no_grad()
-    def evaluate(batch: StepBatch) -> Sums:
+    def evaluate(batch: StepBatch) -> Tensor:
         evaluation_graphs.begin()
         tokens, labels = batch.tokens, batch.labels
         if recipe.layout.tensor > 1 or recipe.compile.compiles:
@@ -206,8 +225,9 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
         places = batch.places(slice(None), positions)
         total = evaluation_graphs.kept(loss(functools.partial(stage.sharded.forward, tokens, *places), labels))
         stage.sharded.release()
-        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
+        return total
 
+    reports_loss = mesh.coordinate("tensor") == 0
     return _Runner(stage.model, [stage], scale, reports_loss, forward_backward, evaluate, evaluation_rows=size)
 
 
@@ -246,47 +266,19 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
         microbatch=recipe.microbatch,
         phase=phase,
     )
-    reports_loss = mesh.coordinate("tensor") == 0 and placement[-1] == this_rank
     positions = positions_of(recipe, world, mesh)
-
-    def forward_backward(batch: StepBatch) -> Sums:
-        total = pipeline.forward_backward(batch.tokens, batch.labels, positions, batch.documents)
-        with phase("backward"):
-            for stage in built.values():
-                stage.finish_gradients()
-        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
-
-    @torch.no_grad()
-    def evaluate(batch: StepBatch) -> Sums:
-        total = pipeline.evaluate(batch.tokens, batch.labels, positions, batch.documents)
-        return Sums(total if reports_loss else torch.zeros_like(total), batch.valid)
-
-    model = together({piece: stage.model for number, stage in built.items() for piece in pieces[number]})
     return _Runner(
-        *(model, list(built.values()), scale, reports_loss, forward_backward, evaluate),
+        model=together({piece: stage.model for number, stage in built.items() for piece in pieces[number]}),
+        stages=list(built.values()),
+        scale=scale,
+        reports_loss=mesh.coordinate("tensor") == 0 and placement[-1] == this_rank,
+        forward_backward=lambda batch: pipeline.forward_backward(
+            batch.tokens, batch.labels, positions, batch.documents
+        ),
+        evaluate=lambda batch: pipeline.evaluate(batch.tokens, batch.labels, positions, batch.documents),
         evaluation_rows=recipe.local_batch,
         messages=pipeline.messages,
     )
-
-
-def _balance(
-    recipe: Recipe, world: World, mesh: Mesh, models: Sequence[nn.Module], scale: float | torch.Tensor
-) -> NoBalance:
-    account = recipe.model.account()
-    if account.experts is None:
-        return NoBalance()
-    # Without expert parallelism all ranks of the tensor axis route the same tokens.
-    routes_own = recipe.layout.expert > 1
-    with world.without_data or contextlib.nullcontext():
-        return Balance(
-            models,
-            account,
-            world.device,
-            counts=mesh.coordinate("tensor") == 0 or routes_own,
-            parts=1 if routes_own else recipe.layout.tensor,
-            scale=scale,
-            seq_len=recipe.training.seq_len // recipe.layout.context,
-        )
 
 
 def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | torch.Tensor) -> Loss:
@@ -345,36 +337,28 @@ def to_device_of(recipe: Recipe, world: World, mesh: Mesh, *, reports_loss: bool
     # The data need not exist yet: a trace of a step has none.
     separators = functools.cache(functools.partial(source.separators, recipe.data))
 
-    def documents(batch: Batch) -> Packed:
-        starts = torch.from_numpy(separators().starts(batch.tokens))
-        positions = torch.arange(starts.shape[1]) - starts
-        if chosen is not None:
-            return Packed(_on_device(positions[:, chosen], world), starts[:, chosen], stays_on_host=True)
-        return Packed(_on_device(positions, world), _on_device(starts, world))
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if world.device.type == "cpu" else tensor.pin_memory().to(world.device, non_blocking=True)
 
     def to_device(batch: Batch) -> StepBatch:
         tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+        documents = None
+        if recipe.data.document_mask:
+            starts = torch.from_numpy(separators().starts(batch.tokens))
+            places = torch.arange(starts.shape[1]) - starts
+            if chosen is None:
+                documents = Packed(moved(places), moved(starts))
+            else:
+                documents = Packed(moved(places[:, chosen]), starts[:, chosen], stays_on_host=True)
         if chosen is not None:
             tokens, labels = tokens[:, chosen], labels[:, chosen]
         valid = int((labels != IGNORE).sum()) if reports_loss else 0
-        tokens, labels = _on_device(tokens, world), _on_device(labels, world)
-        return StepBatch(tokens, labels, valid, documents(batch) if recipe.data.document_mask else None)
+        return StepBatch(moved(tokens), moved(labels), valid, documents)
 
     return to_device
 
 
-def _on_device(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    return tensor if world.device.type == "cpu" else tensor.pin_memory().to(world.device, non_blocking=True)
-
-
 _ROW, _SKIPPED = "bad_row", "bad_skipped"
-
-
-def with_policy(loss_scale: LossScale, training: Training, device: torch.device) -> LossScale:
-    """The loss scale, which also skips bad steps if the recipe says so."""
-    if training.on_nan != "skip":
-        return loss_scale
-    return SkipBadSteps(loss_scale, limit=training.nan_limit, device=device)
 
 
 class SkipBadSteps(LossScale):
@@ -531,7 +515,10 @@ def _apply_data_parallelism(
             symmetric_memory=recipe.parallelism.symmetric_memory,
         )
     with world.without_data or contextlib.nullcontext():
-        materialise(model, recipe, world)
+        model.to_empty(device="cpu" if recipe.parallelism.cpu_offload else world.device)
+        model.init_buffers(world.device)
+        if world.without_data is None:
+            initialise(model, recipe.model.initial_values(), recipe.seed)
         if method == "ddp":
             sharded = replicate_model(model, mesh.axis("replicate"))
     return sharded
@@ -558,14 +545,6 @@ def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
             whole.add_module(container, nn.Module())
         whole.get_submodule(container).add_module(key, stage.get_submodule(piece))
     return whole
-
-
-def materialise(model: LanguageModel, recipe: Recipe, world: World) -> None:
-    """Allocate this rank's storage of a model on the meta device, and compute initial values."""
-    model.to_empty(device="cpu" if recipe.parallelism.cpu_offload else world.device)
-    model.init_buffers(world.device)
-    if world.without_data is None:
-        initialise(model, recipe.model.initial_values(), recipe.seed)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -51,11 +51,22 @@ def faults(config: ModelConfig, *, batch: int = 2, seq_len: int = 16) -> list[st
     sizes = {"batch": batch, "seq_len": seq_len}
     block, edges = config.block_operations(**sizes), config.edge_operations(**sizes)
     values = config.initial_values()
+
+    def make_model(kept: tuple[str, ...]) -> LanguageModel:
+        """The model, or some pieces of it, with the same initial values."""
+        with shapes_only():
+            made: LanguageModel = builder.build(seq_len=seq_len)
+        if kept != account.pieces:
+            thin(made, account.pieces, kept)
+        made.to_empty(device="cpu")
+        made.init_buffers("cpu")
+        initialise(made, values, 0)
+        return made
+
     lines = [*_parameters(model, account, values), *_pieces(model, account), *_plan(model, account)]
     if not lines:
         # These checks need the parameters, pieces and plan to be correct.
         lines += [*_operations(model, account, block, edges, **sizes), *_per_token(account, block, edges, **sizes)]
-        make_model = _maker(lambda: builder.build(seq_len=seq_len), account, values)
         lines += _stages(make_model, account, **sizes)
         if config.masks_documents:
             lines += _documents(make_model(account.pieces), account, **sizes)
@@ -175,22 +186,6 @@ def _per_token(
     if from_sizes != from_operations:
         cause = "is a table missing in lookups?"
         yield f"FLOPs: the sizes in the account make {from_sizes} a token, its operations {from_operations}; {cause}"
-
-
-def _maker(build: Any, account: ModelAccount, values: Any) -> Callable[[tuple[str, ...]], LanguageModel]:
-    """A function that makes the model, or some pieces of it, with the same initial values."""
-
-    def make_model(kept: tuple[str, ...]) -> LanguageModel:
-        with shapes_only():
-            model: LanguageModel = build()
-        if kept != account.pieces:
-            thin(model, account.pieces, kept)
-        model.to_empty(device="cpu")
-        model.init_buffers("cpu")
-        initialise(model, values, 0)
-        return model
-
-    return make_model
 
 
 def _documents(model: LanguageModel, account: ModelAccount, *, batch: int, seq_len: int) -> Iterator[str]:

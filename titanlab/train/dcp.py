@@ -1,4 +1,6 @@
-"""Folders of torch.distributed.checkpoint, which `export --format dcp` and torchtitan write: read as data, and written.
+"""Weights in checkpoints of titanlab, and folders of torch.distributed.checkpoint: read as data, and written.
+
+`export --format dcp` and torchtitan write such folders.
 
 `.metadata` is a pickle, a program that can call functions of any module, and `FileSystemReader.read_metadata` runs it.
 A folder may come from an untrusted source. Here every name in the pickle becomes a class that records its arguments,
@@ -12,8 +14,8 @@ import io
 import operator
 import pickle
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any
 
@@ -21,6 +23,7 @@ import msgspec
 import torch
 import torch.distributed.checkpoint as dcp
 from msgspec import structs
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -50,6 +53,8 @@ from titanlab.checkpoint import (
 )
 from titanlab.errors import ConfigError
 from titanlab.system import refusal, write_bytes
+from titanlab.techniques.model.contract import ModelConfig
+from titanlab.train.weights import DTYPES, Biases, TensorEntry, WeightsSource, biases_of
 
 # The metadata of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
 MOST_BYTES = 1 << 30
@@ -275,8 +280,87 @@ class DcpPlanner(dcp.DefaultLoadPlanner):
         set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
-# The prefix of parameters' names in titanlab's checkpoints.
-_OWN_PREFIX = "model."
+# Prefixes of parameters' names: in titanlab's checkpoints, and in torchtitan's.
+PREFIXES = ("model.", "")
+
+
+def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSource:
+    """The weights in a checkpoint of titanlab.
+
+    Raises:
+        ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
+    """
+    contents = read_contents(checkpoint, key)
+    reader = contents.reader(checkpoint, key)
+    biases = biases_of(model, contents.saved.position.routing, key, checkpoint)
+    return _source(reader, reader.read_metadata(), PREFIXES[0], model, biases)
+
+
+def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
+    """The weights in a folder of torch.distributed.checkpoint; its pickle is read as data.
+
+    Args:
+        model: config of the model that was saved; the folder has none.
+
+    Raises:
+        ConfigError: as `run_source`, or a parameter has another shape.
+    """
+    reader = DcpReader(folder, read_saved(folder, key), key)
+    metadata = reader.read_metadata()
+    shapes = model.account().parameters
+    saved = metadata.state_dict_metadata
+    prefix = next((prefix for prefix in PREFIXES if any(f"{prefix}{name}" in saved for name in shapes)), None)
+    if prefix is None:
+        first, there = next(iter(shapes)), sorted(saved)[:3]
+        rule = f"has no parameter of the model, as {first} or model.{first}; it has {', '.join(there) or 'nothing'}"
+        raise ConfigError(key, folder, rule, "give the --model that was saved")
+    source = _source(reader, metadata, prefix, model, {})
+    for name, shape in shapes.items():
+        if source.entries[name].shape != tuple(shape):
+            rule = f"{name} is {list(source.entries[name].shape)} there and {list(shape)} in the model"
+            raise ConfigError(key, folder, rule, "give the --model that was saved")
+    return source
+
+
+def _source(reader: Reader, metadata: Metadata, prefix: str, model: ModelConfig, biases: Biases) -> CheckpointSource:
+    names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
+    entries = {}
+    for name in model.account().parameters:
+        tensor = metadata.state_dict_metadata.get(f"{prefix}{name}")
+        if not isinstance(tensor, TensorStorageMetadata) or tensor.properties.dtype not in names:
+            rule = f"has no plain tensor {name}"
+            raise ConfigError(reader.named_by, reader.checkpoint, rule, "give a checkpoint of the same model")
+        entries[name] = TensorEntry(dtype=names[tensor.properties.dtype], shape=tuple(tensor.size))
+    return CheckpointSource(
+        model=model, entries=entries, biases=biases, reader=reader, metadata=metadata, prefix=prefix
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSource(WeightsSource):
+    """The weights in a checkpoint; it needs no process group.
+
+    Attributes:
+        metadata: of the reader; read once, because a run on hundreds of ranks has 100,000 entries.
+        prefix: of the parameters' names.
+    """
+
+    reader: Reader
+    metadata: Metadata
+    prefix: str
+    # The parameter that was read last: its name and the whole tensor.
+    last: dict[str, Tensor] = field(default_factory=dict)
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        if name not in self.last:
+            # Free the previous tensor before the next is allocated.
+            self.last.clear()
+            entry = self.entries[name]
+            whole = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]))
+            read_into({f"{self.prefix}{name}": whole}, self.reader, self.metadata)
+            self.last[name] = whole
+        box: Tensor = self.last[name][tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        return box
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
@@ -300,7 +384,7 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         return whole
 
 
-def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PREFIX) -> None:
+def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES[0]) -> None:
     """Write `.metadata`, `*.distcp` and `position.json` into a new folder.
 
     The names of the entries are `model.…` and `optimizer.state.….…`. The folder can be given to
@@ -321,7 +405,7 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
     written: dict[str, str] = {}
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            plain = name.removeprefix(_OWN_PREFIX)
+            plain = name.removeprefix(PREFIXES[0])
             renamed = name if plain == name else prefix + plain
             written[renamed] = name
             state[renamed] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
@@ -339,7 +423,7 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = _OWN_PRE
             # One process writes, so there is one failure; if the disk is full, native code raises a RuntimeError.
             failure: BaseException = next((failure for failure, _ in error.failures.values()), error)
             raise ((refusal(into) if isinstance(failure, RuntimeError) else None) or failure) from error
-    if prefix != _OWN_PREFIX:
+    if prefix != PREFIXES[0]:
         return
     files = {path.name: path.stat().st_size for path in sorted(into.iterdir())}
     saved = structs.replace(contents.saved, files=files, generators={})

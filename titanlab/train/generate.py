@@ -19,11 +19,9 @@ from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.techniques.precision.cast import dtype_named
 from titanlab.train.assemble import default_dtype
-from titanlab.train.balance import set_biases
-from titanlab.train.hub_folders import is_hf_folder
-from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_folder import CONTEXT, biases_of, is_weights_folder, usual_dtype
-from titanlab.train.weights_tensors import fill
+from titanlab.train.initialise import fill
+from titanlab.train.totals import set_biases
+from titanlab.train.weights import CONTEXT, biases_of, is_hf_folder, is_weights_folder, open_folder
 
 # The largest context in tokens: all tokens are computed again for each new token, and a folder may allow 131,072.
 _MOST_CONTEXT = 4096
@@ -56,7 +54,7 @@ def generate(
     with open_world(ALONE, accelerator=device, seed=seed, deterministic=False) as world:
         if source is not None:
             seq_len = min(int(source.about.get(CONTEXT, _MOST_CONTEXT)), _MOST_CONTEXT)
-            model = _empty(source.model, seq_len, getattr(torch, usual_dtype(source)), world.device)
+            model = _empty(source.model, seq_len, getattr(torch, source.usual_dtype), world.device)
             fill(model, source)
             set_biases(model, source.biases)
         else:

@@ -1,4 +1,4 @@
-"""Initial values that depend only on seed, parameter name and position in the full tensor.
+"""Initial values: from a source of weights, or made of seed, parameter name and position in the full tensor only.
 
 Each element is computed from its position in the full tensor, so that every rank of every layout can fill its part
 alone: one process and 512 processes start from the same model. No random generator is used or changed; DTensor's RNG
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlab.costs import Init
+from titanlab.train.weights import TensorEntry, WeightsSource
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -52,6 +53,25 @@ def initialise(model: nn.Module, values: Mapping[str, Init], seed: int) -> None:
         if parameter.is_meta:
             raise ValueError(f"{name} is on meta: materialise it first")
         _fill(parameter, values[name], key(seed, name))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, source: WeightsSource) -> None:
+    """Copy every parameter of `model` from a source, in place, cast to the parameter's dtype.
+
+    Args:
+        model: materialised; parameters are plain tensors or DTensors of any placement. It may be a pipeline stage:
+            parameters of other stages are not read.
+        source: has the same names and full shapes; a rank reads only its part.
+    """
+    for name, parameter in model.named_parameters():
+        local, offsets = local_part(parameter)
+        if not local.numel():
+            continue
+        plain = plain_name(name)
+        for start, sizes in TensorEntry(dtype=source.entries[plain].dtype, shape=tuple(local.shape)).chunks():
+            there = [offset + at for offset, at in zip(offsets, start, strict=True)]
+            local[start[0] : start[0] + sizes[0]].copy_(source.read(plain, there, sizes))
 
 
 def plain_name(name: str) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,13 +23,12 @@ from titanlab.checkpoint import Position, StorePath, checkpoints_of, latest
 from titanlab.costs import Meter, RunWork, meter, traffic_lines, traffic_metrics, training_flops_per_token
 from titanlab.distributed import LOG, Mesh, World, axis_groups, traced, write_start_up
 from titanlab.recipe import Recipe
-from titanlab.records import EXPERTS, Outcome, OutcomeKind, RunFolder, Status, classify, exit_code, is_secondary
+from titanlab.records import EXPERTS, Outcome, OutcomeKind, RunFolder, State, Status, classify, exit_code, is_secondary
 from titanlab.system import Console, Progress, counted, disk_fault, duration, grouped, short, shown_path, trimmed
-from titanlab.techniques.compile.watch import Watch
+from titanlab.techniques.compile.compiler import Watch
 from titanlab.techniques.precision.cast import dtype_named
-from titanlab.techniques.tracker.contract import Tracker, open_tracker
-from titanlab.train.balance import ExpertRows
-from titanlab.train.totals import Totals, memory, peak_flops, peak_memory_gib
+from titanlab.techniques.tracker.contract import open_tracker
+from titanlab.train.totals import Load, Totals, memory, peak_flops, peak_memory_gib
 from titanlab.train.tracking import HeldRows, tracked_run
 
 
@@ -120,6 +120,43 @@ class Recorder:
         return outcome
 
 
+# Rows with counts of experts in a run, besides the rows of its first and last step.
+_MOST_ROWS = 20
+
+
+class ExpertRows:
+    """Sums the counts of tokens over steps, and writes them from time to time: a row of a large model has 80 KB.
+
+    A row has `counts`, tokens by block and expert over all ranks and microbatches, and `steps`, the number of steps in
+    these sums. The steps of rows depend only on the length of the run, so that runs with different layouts can be
+    compared.
+    """
+
+    def __init__(self, steps: int, write: Callable[[int, Mapping[str, Any]], None]) -> None:
+        self._last, self._every = steps, -(-steps // _MOST_ROWS)
+        self._write = write
+        self._steps = 0
+        self._counts = torch.zeros(0, 0, dtype=torch.float64)
+
+    def after_step(self, step: int, load: Load) -> None:
+        """Add the counts of a step."""
+        counts = torch.tensor(load.counts, dtype=torch.float64)
+        self._counts = counts if not self._steps else self._counts + counts
+        self._steps += 1
+        if step % self._every == 0 or step in (1, self._last):
+            self.at_end(step)
+
+    def go_back(self) -> None:
+        """Forget the counts of steps that are done again."""
+        self._steps = 0
+
+    def at_end(self, step: int) -> None:
+        """Write what was counted since the last row."""
+        if self._steps:
+            self._write(step, {"steps": self._steps, "counts": self._counts.round().long().tolist()})
+        self._steps = 0
+
+
 _STATUS_SECONDS = 1.0
 # Seconds between writes of status.json after steps without a row of metrics. It shows what a stop would lose, and how
 # far a killed run came.
@@ -144,7 +181,7 @@ class LoggingRecorder(Recorder):
         described = tracked_run(recipe, run, attempt=attempt, resumed_step=position.step, id=position.tracker)
         tracker = open_tracker(recipe.tracker, described, warn=console.warn)
         self._held = HeldRows(tracker, run.saved_step) if recipe.training.on_nan == "rollback" else None
-        self._tracker: Tracker = self._held or tracker
+        self._tracker = self._held or tracker
         self.tracker_id = described.id
         self._status_at = 0.0
         self._traced = False
@@ -249,15 +286,13 @@ class LoggingRecorder(Recorder):
         self._step = step
         if totals.load is not None:
             self._experts.after_step(step, totals.load)
+        self._first_loss = totals.loss if self._first_loss is None else self._first_loss
         self._last_loss = totals.loss
         self._scaling = {}
         if totals.scaled is not None:
             scale = {} if math.isnan(totals.scaled.scale) else {meter.LOSS_SCALE: totals.scaled.scale}
             self._scaling = {**scale, meter.SKIPPED_STEPS: totals.scaled.skipped}
-        if self._first_loss is None:
-            self._first_loss = totals.loss
-        bad = not totals.finite
-        if step % self._recipe.training.log_every and step not in (1, self._steps) and not bad:
+        if step % self._recipe.training.log_every and step not in (1, self._steps) and totals.finite:
             if self._console.is_live:
                 progress = self._progress(step, totals, rate, step_seconds=seconds)
                 # Figures that are measured over several steps stay visible until the next measurement.
@@ -269,40 +304,35 @@ class LoggingRecorder(Recorder):
             return
         # Logging costs no time while the device computes the next step.
         with contextlib.nullcontext() if next_runs else self._meter.paused():
-            self._log(step, totals, rate=rate, tokens_seen=tokens_seen)
-
-    def _log(self, step: int, totals: Totals, *, rate: float, tokens_seen: int) -> None:
-        speed = self._meter.window()
-        load, routing = totals.load, dict[str, object]()
-        if load is not None:
-            routing = {meter.EXPERT_LOAD: load.most, meter.DROPPED_SHARE: 0.0, meter.ROUTER_ENTROPY: load.entropy}
-        row: dict[str, object] = {
-            meter.LOSS: totals.loss,
-            meter.GRAD_NORM: totals.grad_norm,
-            meter.LEARNING_RATE: rate,
-            meter.TOKENS_SEEN: tokens_seen,
-            **self._scaling,
-            **routing,
-            **speed.metrics(),
-            **self._watch.metrics(),
-            **memory(self._world.device),
-            **self._ranks,
-        }
-        self._write("train", step, row)
-        self._tracker.log(step, row)
-        self._latest = row
-        progress = self._progress(step, totals, rate, step_seconds=speed.step_seconds)
-        self._shown = replace(
-            progress,
-            tokens_per_second=speed.tokens_per_second,
-            mfu_percent=speed.mfu_percent,
-            data_seconds=speed.data_seconds,
-            memory_gib=peak_memory_gib(self._world.device),
-            warming_up=speed.warming_up,
-        )
-        self._console.log(self._shown)
-        if time.monotonic() - self._status_at >= _STATUS_SECONDS:
-            self._write_status("running")
+            speed = self._meter.window()
+            routing: dict[str, object] = {}
+            if (load := totals.load) is not None:
+                routing = {meter.EXPERT_LOAD: load.most, meter.DROPPED_SHARE: 0.0, meter.ROUTER_ENTROPY: load.entropy}
+            self._latest = {
+                meter.LOSS: totals.loss,
+                meter.GRAD_NORM: totals.grad_norm,
+                meter.LEARNING_RATE: rate,
+                meter.TOKENS_SEEN: tokens_seen,
+                **self._scaling,
+                **routing,
+                **speed.metrics(),
+                **self._watch.metrics(),
+                **memory(self._world.device),
+                **self._ranks,
+            }
+            self._write("train", step, self._latest)
+            self._tracker.log(step, self._latest)
+            self._shown = replace(
+                self._progress(step, totals, rate, step_seconds=speed.step_seconds),
+                tokens_per_second=speed.tokens_per_second,
+                mfu_percent=speed.mfu_percent,
+                data_seconds=speed.data_seconds,
+                memory_gib=peak_memory_gib(self._world.device),
+                warming_up=speed.warming_up,
+            )
+            self._console.log(self._shown)
+            if time.monotonic() - self._status_at >= _STATUS_SECONDS:
+                self._write_status("running")
 
     def finish(self, outcome: Outcome) -> Outcome:
         summary = {**self._summary(), **memory(self._world.device), **self._ranks}
@@ -357,7 +387,7 @@ class LoggingRecorder(Recorder):
     def _write(self, kind: str, step: int, row: Mapping[str, object]) -> None:
         self._with_room(functools.partial(self._metrics.write, kind, step, row), self._metrics.flush)
 
-    def _write_status(self, state: str) -> None:
+    def _write_status(self, state: State) -> None:
         self._status_at = time.monotonic()
         status = Status(
             state=state,
@@ -410,8 +440,8 @@ CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
 
 def work(recipe: Recipe, device: torch.device) -> RunWork:
     """The constants for computing TFLOP/s and MFU from throughput."""
-    compute, note = dtype_named(recipe.precision.formats().compute), recipe.precision.mfu_note
-    peak, source = peak_flops(recipe.cluster, device, compute)
+    note = recipe.precision.mfu_note
+    peak, source = peak_flops(recipe.cluster, device, dtype_named(recipe.precision.formats().compute))
     return RunWork(
         devices=recipe.layout.world,
         flops_per_token=training_flops_per_token(recipe.model.account(), seq_len=recipe.training.seq_len),

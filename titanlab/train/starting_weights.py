@@ -29,15 +29,7 @@ from titanlab.errors import ConfigError
 from titanlab.records import read_config
 from titanlab.system import user_path
 from titanlab.techniques.model.contract import ModelConfig
-from titanlab.train.hub_folders import CONFIG, is_hf_folder, open_hf
-from titanlab.train.weights_folder import (
-    Biases,
-    SafetensorsSource,
-    biases_of,
-    is_weights_folder,
-    model_of,
-    open_weights,
-)
+from titanlab.train.weights import HF_CONFIG, Biases, SafetensorsSource, biases_of, model_of, open_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,57 +45,37 @@ _LARGE_BYTES = 1 << 26
 
 
 def check_beginning(recipe: Recipe) -> None:
-    """Check the `init_from` and `checkpoint.load_from` of a new run.
+    """Check the `init_from` and `checkpoint.load_from` of a new run; reads only configs, names and shapes.
 
     Raises:
         ConfigError: the folder is missing or not complete, or belongs to another model.
     """
-    check_start(recipe)
-    if recipe.checkpoint.load_from is not None:
-        checkpoint = find(recipe.checkpoint.load_from, "checkpoint.load_from")
-        saved = check_checkpoint(
-            checkpoint, recipe.model.account().parameters, "checkpoint.load_from", read=contents_of
-        )
+    shapes, load_from, text = recipe.model.account().parameters, recipe.checkpoint.load_from, recipe.init_from
+    if load_from is not None:
+        if text is not None:
+            rule = "checkpoint.load_from says already what the run starts with"
+            raise ConfigError(KEY, text, rule, "give one of the two")
+        checkpoint = find(load_from, "checkpoint.load_from")
+        saved = check_checkpoint(checkpoint, shapes, "checkpoint.load_from", read=contents_of)
         check_whole(checkpoint, saved, "checkpoint.load_from")
         check_step(checkpoint, saved, recipe.training.steps)
-
-
-def check_start(recipe: Recipe) -> None:
-    """Check that the weights of `init_from` fit the recipe's model; reads only configs, names and shapes.
-
-    Raises:
-        ConfigError: the folder is missing or not complete, or belongs to another model.
-    """
-    if recipe.init_from is None:
+    if text is None:
         return
-    if recipe.checkpoint.load_from is not None:
-        rule = "checkpoint.load_from says already what the run starts with"
-        raise ConfigError(KEY, recipe.init_from, rule, "give one of the two")
-    path = user_path(recipe.init_from)
-    source = _folder(recipe.init_from)
-    if source is None:
-        checkpoint = _checkpoint(recipe.init_from)
-        _check_model(recipe.init_from, _model_of(checkpoint), recipe.model)
-        check_checkpoint(checkpoint, recipe.model.account().parameters, KEY, read=contents_of)
+    if (source := _folder(text)) is None:
+        checkpoint = _checkpoint(text)
+        _check_model(text, _model_of(checkpoint), recipe.model)
+        check_checkpoint(checkpoint, shapes, KEY, read=contents_of)
         return
-    _check_model(recipe.init_from, source.model, recipe.model)
+    _check_model(text, source.model, recipe.model)
     if source.copies:
         rule = f"holds {next(iter(source.copies))} although its embeddings are tied"
-        cure = f"try `titanlab import {path}`, which compares the two"
-        raise ConfigError(KEY, recipe.init_from, rule, cure)
+        raise ConfigError(KEY, text, rule, f"try `titanlab import {user_path(text)}`, which compares the two")
 
 
 def not_read(recipe: Recipe) -> Sequence[str]:
     """A line for each kind of weights in the folder of `init_from` that the run does not start with."""
     source = None if recipe.init_from is None else _folder(recipe.init_from)
     return () if source is None else source.not_read
-
-
-def open_folder(path: Path, key: str) -> SafetensorsSource | None:
-    """Open an imported folder or a Hugging Face folder; None if the path is neither."""
-    if is_weights_folder(path):
-        return open_weights(path, key)
-    return open_hf(path, key) if is_hf_folder(path) else None
 
 
 def _folder(text: str) -> SafetensorsSource | None:
@@ -118,12 +90,9 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     """
     if recipe.init_from is None:
         return None
-    path = user_path(recipe.init_from)
-    source = _folder(recipe.init_from)
-    if source is not None and source.digest:
-        return source.digest
-    if source is not None:
-        return _sampled([path / CONFIG, *sorted({file for file, _ in source.places.values()})])
+    if (source := _folder(recipe.init_from)) is not None:
+        files = sorted({file for file, _ in source.places.values()})
+        return source.digest or _sampled([user_path(recipe.init_from) / HF_CONFIG, *files])
     checkpoint = _checkpoint(recipe.init_from)
     if has_pickle(checkpoint):
         return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
@@ -147,17 +116,16 @@ def fill_start(
     Returns:
         the biases that belong to the weights, for the routers of a recipe that has biases.
     """
-    assert recipe.init_from is not None
-    source = _folder(recipe.init_from)
-    if source is not None:
-        from titanlab.train.weights_tensors import fill
+    text = recipe.init_from
+    assert text is not None
+    if (source := _folder(text)) is not None:
+        from titanlab.train.initialise import fill
 
         fill(model, source)
-        return biases_of(recipe.model, source.biases, KEY, recipe.init_from)
+        return biases_of(recipe.model, source.biases, KEY, text)
     from titanlab.checkpoint import load_model
 
-    init_from = recipe.init_from
-    checkpoint = choose(lambda: _checkpoint(init_from))
+    checkpoint = choose(lambda: _checkpoint(text))
     load_model(checkpoint, KEY, model, read=contents_of)
     if not recipe.model.account().experts:
         return {}
@@ -222,15 +190,12 @@ def _check_model(text: str, saved: ModelConfig | None, expected: ModelConfig) ->
         rule = f"is a model of another kind: {saved.kind}, and the recipe's is {expected.kind}"
         raise ConfigError(KEY, text, rule, "choose the model that it was trained as")
     family = expected.hugging_face()
-    name = family.difference(saved, expected) if family is not None else ""
-    if name:
-        saved_value, value = (_yaml(getattr(model, name)) for model in (saved, expected))
-        rule = f"is of another model: {name} is {saved_value} there and {value} here"
-        raise ConfigError(KEY, text, rule, f"choose the model that it was trained as: model.{name}={saved_value}")
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if family is None or not (name := family.difference(saved, expected)):
+        return
+    values = [getattr(model, name) for model in (saved, expected)]
+    there, here = (str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+    rule = f"is of another model: {name} is {there} there and {here} here"
+    raise ConfigError(KEY, text, rule, f"choose the model that it was trained as: model.{name}={there}")
 
 
 def _sampled(files: Sequence[Path]) -> str:

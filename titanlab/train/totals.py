@@ -1,4 +1,8 @@
-"""A step's totals in one reduction over all ranks: loss, norm, flags; and the time and memory of each rank.
+"""A step's totals in one reduction over all ranks: loss, norm, flags, load of experts; time and memory of each rank.
+
+Routers count the tokens of experts in the backward pass (`titanlab.techniques.model.mixture_of_experts`). The step's
+only reduction also sums the counts, so every rank knows the counts of all blocks and computes the same biases
+(arXiv 2408.15664).
 
 Every rank measures two phases of its steps. `data` is the time in which it waits for its batch. `compute` is the time
 in which its threads compute in forward and backward, or wait for a core; with a GPU only the host's time counts.
@@ -12,21 +16,47 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from titanlab.costs import MEMORY_MOST, MEMORY_MOST_RANK, hardware, meter
+from titanlab.costs import BLOCKS, MEMORY_MOST, MEMORY_MOST_RANK, ModelAccount, block_name, hardware, meter
 from titanlab.distributed import STOP_SIGNALS, World
+from titanlab.errors import DamagedPosition
 from titanlab.recipe import Cluster
 from titanlab.system import trimmed
+from titanlab.techniques.model.mixture_of_experts import Auxiliary, Router
 from titanlab.techniques.precision.cast import LossScale, ScaledStep
 from titanlab.techniques.profiler.memory import peak_resident_bytes
-from titanlab.train.balance import Load, NoBalance
 
 STOPS = tuple(map(int, STOP_SIGNALS))
+
+
+class Load(NamedTuple):
+    """The routing of a step, over all ranks.
+
+    counts: by block and expert, the tokens that the expert has computed
+    entropies: by block, the sum over tokens of the entropy of the router's probabilities, in nats
+    active: experts of a token
+    """
+
+    counts: Sequence[Sequence[float]]
+    entropies: Sequence[float]
+    active: int
+
+    @property
+    def most(self) -> float:
+        """The largest load of an expert relative to the mean of its block, over all blocks."""
+        return max(max(block) * len(block) / max(sum(block), 1.0) for block in self.counts)
+
+    @property
+    def entropy(self) -> float:
+        """Mean entropy of a token in a block."""
+        tokens = sum(map(sum, self.counts)) / self.active
+        return sum(self.entropies) / max(tokens, 1.0)
 
 
 class Totals(NamedTuple):
@@ -62,6 +92,124 @@ class Totals(NamedTuple):
         return not math.isfinite(self.loss) or not (math.isfinite(self.grad_norm) or tolerated)
 
 
+def routers_of(model: nn.Module) -> dict[int, Router]:
+    """The routers of a model or a stage, by the number of their block."""
+    return {
+        int(layer): module
+        for layer, block in model.get_submodule(BLOCKS).named_children()
+        for module in block.modules()
+        if isinstance(module, Router)
+    }
+
+
+def set_biases(model: nn.Module, biases: Mapping[str, Sequence[float]]) -> None:
+    """Give routers the biases of a checkpoint, so that they choose as in training and evaluation.
+
+    Args:
+        biases: by block, as in `Balance.state`; empty: the routers have none.
+    """
+    for layer, router in routers_of(model).items() if biases else ():
+        router.bias = torch.tensor(biases[block_name(layer)], dtype=torch.float32, device=router.weight.device)
+
+
+class Balance:
+    """Counts and balances the experts of a model; a model without experts has nothing to count.
+
+    Args:
+        counts: whether this rank counts; only one of the ranks that route the same tokens counts.
+        parts: ranks that route the same tokens.
+        scale: factor of the loss before its backward.
+    """
+
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        account: ModelAccount,
+        device: torch.device,
+        *,
+        counts: bool,
+        parts: int,
+        scale: float | Tensor,
+        seq_len: int,
+    ) -> None:
+        experts = account.experts
+        self._counts, self._kind = counts, "none" if experts is None else experts.balance
+        self._rate, self._active = (0.0, 0) if experts is None else (experts.bias_rate, experts.active)
+        shape = (0, 0) if experts is None else (account.layers, experts.count)
+        self._initial = 1 / shape[1] if self._kind == "auxiliary_batch" else 0.0
+        # Biases, or the shares of the last step's tokens.
+        self._values = torch.full(shape, self._initial, dtype=torch.float32, device=device)
+        self._routers: dict[int, Router] = {}
+        if experts is None:
+            return
+        self._routers = {layer: router for model in models for layer, router in routers_of(model).items()}
+        for layer, router in self._routers.items():
+            router.tally = torch.zeros(experts.count + 1, dtype=torch.float32, device=device, requires_grad=True)
+            if self._kind == "bias":
+                router.bias = self._values[layer]
+            if self._kind.startswith("auxiliary"):
+                router.auxiliary = Auxiliary(
+                    shares=self._values[layer] if self._kind == "auxiliary_batch" else None,
+                    weight=experts.auxiliary_weight / parts,
+                    scale=scale,
+                    seq_len=seq_len,
+                )
+
+    def begin(self) -> None:
+        """Called before a step's first microbatch: the counts are of one step only."""
+        for router in self._routers.values():
+            assert router.tally is not None
+            router.tally.grad = None
+
+    def sums(self) -> Tensor:
+        """This rank's summands of a step's counts: [layers · (experts + 1)] float64."""
+        layers, experts = self._values.shape
+        rows = torch.zeros((layers, experts + 1), dtype=torch.float64, device=self._values.device)
+        for layer, router in self._routers.items():
+            assert router.tally is not None
+            if self._counts and router.tally.grad is not None:
+                rows[layer] = router.tally.grad
+        return rows.flatten()
+
+    @torch.no_grad()
+    def learn(self, sums: Tensor) -> None:
+        """Take the sums over all ranks."""
+        if self._kind not in ("bias", "auxiliary_batch"):
+            return
+        counts = sums.view(self._values.shape[0], -1)[:, :-1]
+        if self._kind == "bias":
+            missing = counts.mean(1, keepdim=True) - counts
+            self._values.add_(missing.sign().float(), alpha=self._rate)
+        else:
+            self._values.copy_(counts / counts.sum(1, keepdim=True).clamp(min=1.0))
+
+    def load(self, sums: Sequence[float]) -> Load | None:
+        """The sums over all ranks as numbers; None without experts."""
+        width = self._values.shape[1] + 1
+        rows = [sums[start : start + width] for start in range(0, len(sums), width)]
+        return Load([row[:-1] for row in rows], [row[-1] for row in rows], self._active) if rows else None
+
+    def state(self) -> dict[str, list[float]]:
+        """The state for a checkpoint, by block."""
+        if self._kind not in ("bias", "auxiliary_batch"):
+            return {}
+        return {block_name(layer): values for layer, values in enumerate(self._values.tolist())}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Continue from a checkpoint's state; an empty state starts from the beginning."""
+        if not state or not self.state():
+            self._values.fill_(self._initial)
+            return
+        for layer, values in enumerate(self._values):
+            known = state.get(block_name(layer), ())
+            if len(known) != len(values):
+                rule = f"has {len(known)} numbers, and block {layer} has {len(values)} experts"
+                cure = "choose the model that it was trained as"
+                raise DamagedPosition(f"routing.{block_name(layer)}", list(known), rule, cure)
+            values.copy_(torch.tensor(known, dtype=torch.float32))
+
+
 class Reduction:
     """Totals on the device.
 
@@ -72,14 +220,14 @@ class Reduction:
         self,
         world: World,
         *,
-        squared_norm: torch.Tensor,
-        loss_sum: torch.Tensor,
+        squared_norm: Tensor,
+        loss_sum: Tensor,
         tokens: int,
         stop: int,
         nominal_tokens: int,
         loss_scale: LossScale | None = None,
         saves: bool | None = None,
-        balance: NoBalance | None = None,
+        balance: Balance | None = None,
     ) -> None:
         """Sum over ranks.
 
@@ -89,9 +237,9 @@ class Reduction:
             nominal_tokens: labels of a step in which all are valid.
             loss_scale: gets the norm; None: the loss was not scaled.
             saves: whether this rank asks for a checkpoint; None on all ranks: no rank asks.
-            balance: has this rank's counts of experts' tokens, and gets those of all ranks.
+            balance: has this rank's counts of experts' tokens, and gets those of all ranks; None: no experts.
         """
-        device = loss_sum.device
+        device, loss_scale = loss_sum.device, loss_scale or LossScale()
         # One element per signal, so that a sum over ranks shows which signals were received.
         flags = [float(stop == number) for number in STOPS]
         self._asks = saves is not None
@@ -101,36 +249,30 @@ class Reduction:
         if device.type == "cuda":
             host_values = host_values.pin_memory().to(device, non_blocking=True)
         # The norm of offloaded gradients is on the host.
-        device_values = torch.stack([squared_norm.to(device), loss_sum.double()])
-        self._balance = balance or NoBalance()
-        counts = self._balance.sums()
-        self._counts = 0 if counts is None else counts.numel()
-        parts = [device_values, host_values, *([] if counts is None else [counts.to(device)])]
+        parts = [torch.stack([squared_norm.to(device), loss_sum.double()]), host_values]
+        self._balance, self._count = balance, 0
+        if balance is not None:
+            parts.append(balance.sums().to(device))
+            self._count = parts[-1].numel()
         sums = world.sum(torch.cat(parts))
-        if counts is not None:
-            sums, counts = sums[: -self._counts], sums[-self._counts :]
-            self._balance.learn(counts)
-        loss_scale = loss_scale or LossScale()
+        sums, counts = sums[: sums.numel() - self._count], sums[sums.numel() - self._count :]
+        if balance is not None:
+            balance.learn(counts)
         self._correction = loss_scale.unscaled(nominal_tokens / sums[2])
         self._norm = sums[0].sqrt() * self._correction
         loss_scale.learn_loss(sums[1])
         # A loss that is not finite makes the step bad, too.
         scaled = loss_scale.judge(torch.where(sums[1].isfinite(), self._norm, math.nan))
-        values = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:]]
-        values += [] if scaled is None else [scaled]
-        self._values = torch.cat(values if counts is None else [*values, counts])
+        values = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:], *([] if scaled is None else [scaled]), counts]
+        self._values = torch.cat(values)
+        # The event after which a GPU's totals are on the host; None on a CPU.
+        self.arrived: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._values = self._values.to("cpu", non_blocking=True)
-            self._arrived = torch.cuda.Event(enable_timing=True)
-            self._arrived.record()
-        self._exact = device.type == "cpu"
+            self.arrived = torch.cuda.Event(enable_timing=True)
+            self.arrived.record()
 
-    @property
-    def arrived(self) -> torch.cuda.Event | None:
-        """The event after which a GPU's totals are on the host; None on a CPU."""
-        return None if self._exact else self._arrived
-
-    def gradient_factor(self, max_norm: float | None) -> torch.Tensor | None:
+    def gradient_factor(self, max_norm: float | None) -> Tensor | None:
         """The factor for the gradients: correction for ignored labels and the loss scale, and clipping.
 
         None if it is known to be 1 without waiting for the device.
@@ -139,22 +281,23 @@ class Reduction:
         if max_norm is not None:
             # The small number keeps a zero norm finite, as in torch.nn.utils.clip_grad_norm_.
             factor = factor * (max_norm / (self._norm + 1e-6)).clamp(max=1.0)
-        return None if self._exact and factor == 1.0 else factor
+        return None if self.arrived is None and factor == 1.0 else factor
 
     def read(self) -> Totals:
         """The totals as numbers; waits until they have arrived."""
-        if not self._exact:
-            self._arrived.synchronize()
+        if self.arrived is not None:
+            self.arrived.synchronize()
         loss, norm, tokens, *rest = self._values.tolist()
-        load = self._balance.load(rest[len(rest) - self._counts :])
-        rest = rest[: len(rest) - self._counts]
+        rest, counts = rest[: len(rest) - self._count], rest[len(rest) - self._count :]
+        load = None if self._balance is None else self._balance.load(counts)
         flags, rest = rest[: len(STOPS)], rest[len(STOPS) :]
         saves = self._asks and rest.pop(0) > 0
         stop = max((number for number, count in zip(STOPS, flags, strict=True) if count), default=0)
-        if not rest:
-            return Totals(loss, norm, int(tokens), stop, saves=saves, load=load)
-        scale, skipped, *judged = rest
-        return Totals(loss, norm, int(tokens), stop, ScaledStep(scale, int(skipped), *map(bool, judged)), saves, load)
+        scaled = None
+        if rest:
+            scale, skipped, *judged = rest
+            scaled = ScaledStep(scale, int(skipped), *map(bool, judged))
+        return Totals(loss, norm, int(tokens), stop, scaled, saves, load)
 
 
 SLOWEST, SLOWER, DATA, COMPUTE = "straggler/rank", "straggler/slower(%)", "straggler/data(s)", "straggler/compute(s)"

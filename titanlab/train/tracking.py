@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time as clock
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from titanlab.techniques.tracker.contract import (
     TrackedRun,
     Tracker,
     TrackerConfig,
-    Warn,
     file_of,
     open_tracker,
     read_record,
@@ -52,7 +51,7 @@ def tracked_run(
         is_live: whether the run is training now.
     """
     account = recipe.model.account()
-    known = run.tracker_id() or id
+    known = (None if (identity := run.identity()) is None else identity.tracker_id) or id
     if known is None:
         # Runs of earlier versions without a checkpoint have the id only in the records of earlier attempts.
         ids = {attempt: record.id for kind in records(run).values() for attempt, record in kind.items() if record.id}
@@ -101,27 +100,35 @@ def tracker_gap(run: RunFolder) -> str | None:
 
     Reads only records unless rows are missing.
     """
-    rebuilt = records_in(run.path)
-    gaps = [_gap(run, kind, attempts, rebuilt.get(kind)) for kind, attempts in records(run).items()]
-    return " · ".join(gap for gap in gaps if gap is not None) or None
+    gaps = []
+    for kind, by_attempt in records(run).items():
+        rebuilt = records_in(run.path).get(kind)
+        if rebuilt is not None and rebuilt.state == FINISHED:
+            by_attempt = {attempt: record for attempt, record in by_attempt.items() if attempt > rebuilt.attempt}
+        else:
+            rebuilt = None
+        unfinished = {attempt: record for attempt, record in by_attempt.items() if record.state != FINISHED}
+        wanted = [record.wanted for record in (*by_attempt.values(), *([] if rebuilt is None else [rebuilt]))]
+        if unfinished:
+            gap = _unfinished(run, unfinished)
+        elif left_out := sum(record.left_out for record in by_attempt.values()):
+            gap = f"lacks {left_out} rows, for it could not keep up"
+        elif "online" in wanted and waiting_files(run):
+            gaps.append(f"{kind}: written offline, not uploaded; titanlab sync {shown_path(run.path)}")
+            continue
+        else:
+            continue
+        gaps.append(f"{kind}: {gap}; titanlab sync --rebuild {shown_path(run.path)}")
+    return " · ".join(gaps) or None
 
 
-def _gap(run: RunFolder, kind: str, by_attempt: Mapping[int, Record], rebuilt: Record | None) -> str | None:
-    if rebuilt is not None and rebuilt.state != FINISHED:
-        rebuilt = None
-    if rebuilt is not None:
-        by_attempt = {attempt: record for attempt, record in by_attempt.items() if attempt > rebuilt.attempt}
-    unfinished = {attempt: record for attempt, record in by_attempt.items() if record.state != FINISHED}
-    all_records = [*by_attempt.values(), *([] if rebuilt is None else [rebuilt])]
-    if unfinished:
-        gap = _unfinished(run, unfinished)
-    elif left_out := sum(record.left_out for record in by_attempt.values()):
-        gap = f"lacks {left_out} rows, for it could not keep up"
-    elif any(record.wanted == "online" for record in all_records) and waiting_files(run):
-        return f"{kind}: written offline, not uploaded; titanlab sync {shown_path(run.path)}"
-    else:
-        return None
-    return f"{kind}: {gap}; titanlab sync --rebuild {shown_path(run.path)}"
+def _unfinished(run: RunFolder, unfinished: Mapping[int, Record]) -> str:
+    """The part that is missing from attempts whose tracker was not closed."""
+    last = max((row["step"] for row in run.metrics() if row["attempt"] in unfinished), default=None)
+    taken = max((record.step for record in unfinished.values() if record.step is not None), default=None)
+    if last is None or (taken is not None and taken >= last):
+        return "was not closed, and may lack the last rows"
+    return f"has perhaps none of {last} steps" if taken is None else f"has at least the steps up to {taken} of {last}"
 
 
 def waiting_files(run: RunFolder) -> list[Path]:
@@ -164,19 +171,8 @@ def has_repeated_steps(run: RunFolder) -> bool:
     )
 
 
-def _unfinished(run: RunFolder, unfinished: Mapping[int, Record]) -> str:
-    """The part that is missing from attempts whose tracker was not closed."""
-    last = max((row["step"] for row in run.metrics() if row["attempt"] in unfinished), default=None)
-    taken = max((record.step for record in unfinished.values() if record.step is not None), default=None)
-    if last is None or (taken is not None and taken >= last):
-        return "was not closed, and may lack the last rows"
-    return (
-        f"has at least the steps up to {taken} of {last}" if taken is not None else f"has perhaps none of {last} steps"
-    )
-
-
-class HeldRows(Tracker):
-    """A tracker that gets rows only up to the newest checkpoint; later rows wait.
+class HeldRows:
+    """Gives a tracker rows only up to the newest checkpoint; later rows wait.
 
     Args:
         tracker: started; it gets the rows.
@@ -187,9 +183,6 @@ class HeldRows(Tracker):
         self._tracker, self._saved_step = tracker, saved_step
         self._rows: deque[tuple[int, Mapping[str, Any], float]] = deque()
         self._logged = 0
-
-    def start(self, run: TrackedRun, *, warn: Warn) -> None:
-        """Nothing to do: the tracker is started."""
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
         """Keep a row with its time, and log those whose step is saved."""
@@ -204,14 +197,6 @@ class HeldRows(Tracker):
         """Log all rows, and finish."""
         self._release(None)
         self._tracker.finish(summary, exit_code=exit_code)
-
-    def kept_files(self, run: Path) -> frozenset[Path]:
-        """The tracker's files."""
-        return self._tracker.kept_files(run)
-
-    def put_aside(self, run: Path, paths: Iterable[Path], *, keep: bool) -> None:
-        """Move or remove the tracker's files."""
-        self._tracker.put_aside(run, paths, keep=keep)
 
     def _release(self, until: int | None) -> None:
         while self._rows and (until is None or self._rows[0][0] <= until):
@@ -249,20 +234,16 @@ def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record
         has_own = (run.attempt_folder(attempt) / "config.yaml").is_file()
         recipe = frozen_recipe(run, attempt=attempt if has_own else None)
         rows = [row for row in run.metrics() if row["kind"] != EXPERTS]
-        parts = recipe.tracker.parts()
-        own = next((config for config in parts.values() if tracker is not None and config.kind == tracker.kind), None)
-        if own is not None:
-            # Keep the project, the group and the tags of the run's own config.
-            parts = {own.kind: own}
-        elif tracker is not None:
-            parts = {tracker.kind: tracker}
-        configs = [made for config in parts.values() if (made := config.for_rebuild(len(rows))) is not None]
+        own = {config.kind: config for config in recipe.tracker.parts().values()}
+        # The run's own config has its project, its group and its tags.
+        wanted = list(own.values()) if tracker is None else [own.get(tracker.kind, tracker)]
+        configs = [made for config in wanted if (made := config.for_rebuild(len(rows))) is not None]
         if not configs:
             rule = "keeps nothing beside metrics.jsonl, which is whole"
             raise ConfigError("tracker", recipe.tracker.kind, rule, "nothing is to be done")
         if not rows:
             raise ConfigError("run", run.path, "has no rows in metrics.jsonl", "there is nothing to write")
-        several = len(recipe.tracker.parts()) > 1 or (tracker is not None and own is None)
+        several = len(own) > 1 or (tracker is not None and tracker.kind not in own)
         return [_rewritten(run, recipe, config, rows, attempt, several=several) for config in configs]
 
 

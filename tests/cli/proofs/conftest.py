@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlab.cli import main
 from titanlab.prove import RunFailed, TrainingTrace
 from titanlab.prove.forked import Ended
 from titanlab.records import Outcome, OutcomeKind, RunFolder
@@ -44,23 +43,15 @@ def ranks(monkeypatch):
             tensors = {"a": torch.ones(2)}
             return [TrainingTrace(losses=[1.0], grad_norms=[1.0], gradients=tensors, parameters=tensors)]
 
-    monkeypatch.setattr("titanlab.cli.parity._Trainer", Trainer)
-    monkeypatch.setattr("titanlab.cli.rehearse.train_in_ranks", ended)
-    for verb in ("parity", "rehearse"):
-        monkeypatch.setattr(f"titanlab.cli.{verb}.prepare", lambda: None)
+    monkeypatch.setattr("titanlab.cli.proofs.Trainer", Trainer)
+    monkeypatch.setattr("titanlab.cli.proofs.train_in_ranks", ended)
+    monkeypatch.setattr("titanlab.cli.proofs.prepare", lambda: None)
     return trained, failing
 
 
 @pytest.fixture
-def says(here, capsys):
-    """Exit code and output of a call."""
-
-    def call(*arguments):
-        capsys.readouterr()
-        code = main(arguments)
-        return code, *capsys.readouterr()
-
-    return call
+def says(here, say):
+    return say
 
 
 @pytest.fixture

@@ -1,42 +1,23 @@
-"""Recipes to be proved: by name, by overrides, or of a sweep's folder."""
+"""Recipes to be proved: by name, by overrides, or of a sweep's folder; and the texts of proofs."""
+
+import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from tests import tiny
 from tests.sweep.made import Made
-from titanlab.cli.candidates import ProofCandidates, choose, is_name, is_recipe, one_recipe, override_of
+from titanlab.cli.proofs import ProofCandidates, choose, heading, is_name, one_recipe, table
 from titanlab.errors import ConfigError
-from titanlab.prove import Candidate
+from titanlab.prove import Candidate, ProofRow
 
 
 @pytest.mark.parametrize("text", ["quickstart", "a/b", "a.b", "..", "", " quickstart "])
-def test_a_word_is_a_name(text):
+def test_a_word_is_a_name_and_an_override_or_a_flag_is_none(text):
     assert is_name(text)
-
-
-@pytest.mark.parametrize("text", ["seed=1", "+recipe=x", "-m", "--only", "~training.steps", "a b", "="])
-def test_overrides_and_flags_are_no_names(text):
-    assert not is_name(text)
-
-
-def test_a_name_is_that_of_a_recipe_or_of_a_sweep():
-    unknown = ConfigError("recipe", "nope", "is none", "try another")
-    assert is_recipe("quickstart")
-    assert override_of("quickstart", unknown) == "+recipe=quickstart"
-    assert not is_recipe("quickstart_layouts")
-    assert override_of("quickstart_layouts", unknown) == "+sweeps=quickstart_layouts"
-    assert not is_recipe("nope")
-    with pytest.raises(ConfigError) as raised:
-        override_of("nope", unknown)
-    assert raised.value is unknown
-
-
-def chosen(tmp_path):
-    recipe = tiny.recipe(tmp_path)
-    candidates = [Candidate(run=name, recipe=recipe) for name in ("fsdp-1", "fsdp_tp-2", "tp-3")]
-    return ProofCandidates(
-        title="mine", candidates=candidates, broken=[("tp=3", "does not fit"), ("cp=3", "does not fit")]
-    )
+    for other in ("seed=1", "+recipe=x", "-m", "--only", "~training.steps", "a b", "="):
+        assert not is_name(other)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +30,9 @@ def chosen(tmp_path):
     ],
 )
 def test_runs_with_a_word_in_their_names_are_kept(tmp_path, word, runs, broken):
-    found = chosen(tmp_path)
+    recipe = tiny.recipe(tmp_path)
+    candidates = [Candidate(run=name, recipe=recipe) for name in ("fsdp-1", "fsdp_tp-2", "tp-3")]
+    found = ProofCandidates(title="mine", candidates=candidates, broken=[("tp=3", "no"), ("cp=3", "no")])
     found.only(word)
     assert [candidate.run for candidate in found.candidates] == runs
     assert [name for name, _ in found.broken] == broken
@@ -80,3 +63,41 @@ def test_an_expression_is_one_recipe(tmp_path):
     assert (found.run, found.recipe.name) == (f"{words} name=a-b", "a-b")
     with pytest.raises(ConfigError, match="describes 2 recipes, and two are compared"):
         one_recipe(f"-m {words} seed=1,2")
+
+
+PASSED = ProofRow(
+    run="fsdp-1", layout="dp_s2", precision="fp32", passed=True, loss=1.25e-7, grad_norm=0.0,
+    gradient=(1e-6, "layers.0.wq"), parameter=(2e-6, "norm"), tolerance={"loss": 1e-5, "norm": 1e-3, "gradient": 1e-5},
+)  # fmt: skip
+FAILED = ProofRow(run="tp-1", layout="tp2", precision="bf16", passed=False, reason="no")
+
+
+def test_a_row_for_each_proof_without_names_of_tensors_on_a_narrow_terminal(monkeypatch):
+    whole = [
+        "      run     layout  precision     loss  grad norm  gradient             parameter     tolerance",
+        "PASS  fsdp-1  dp_s2   fp32       1.2e-07    0.0e+00  1.0e-06 layers.0.wq  2.0e-06 norm  1e-05/1e-03",
+        "FAIL  tp-1    tp2     bf16",
+    ]
+    assert table([PASSED, FAILED]) == whole
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    for columns, is_shown in (("80", False), ("200", True)):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert (table([PASSED, FAILED]) == whole) is is_shown
+
+
+def test_sizes_notes_and_points_that_are_left_out_are_told_once(tmp_path):
+    first = SimpleNamespace(run="a", layout="dp_s2", recipe=tiny.recipe(tmp_path), notes=["no fp8"], missing=())
+    second = SimpleNamespace(**{**vars(first), "run": "b", "notes": ["no fp8", "no compiler"], "missing": ["tensor"]})
+    left_out = [("a", "world <= 4"), ("b", "seed > 3"), ("c", "it is there twice"), ("d", "seed > 3")]
+    chosen = ProofCandidates(title="mine", candidates=[], left_out=left_out)
+    assert heading(chosen, ", each proved", [first, second], 1).splitlines() == [
+        "mine: 0 recipes, each proved",
+        "reduced to 2 layers of 64, 4 heads and 2 key/value heads, vocabulary 256, 12 sequences of 32 tokens, 1 step",
+        "on this CPU: no fp8",
+        "on this CPU: no compiler",
+        "b: tensor did not fit into dp_s2; another layout has what is missing",
+        "4 points left out by the sweep: world <= 4, and 2 more reasons",
+    ]
+    assert heading(ProofCandidates(title="mine", candidates=[]), "", [], 1) == "mine: 0 recipes"

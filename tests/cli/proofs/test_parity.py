@@ -64,7 +64,7 @@ def test_an_interruption_shows_what_is_known(says, ranks, monkeypatch):
     def interrupted(self, *given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("titanlab.cli.parity._Trainer.__call__", interrupted)
+    monkeypatch.setattr("titanlab.cli.proofs.Trainer.__call__", interrupted)
     code, out, err = says("parity", "+recipe=quickstart")
     assert code == 130
     assert err.startswith("error: interrupted; 0 ")

@@ -89,7 +89,7 @@ def test_an_interruption_shows_what_is_known(says, ranks, monkeypatch):
     def interrupted(recipe):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("titanlab.cli.rehearse.train_in_ranks", interrupted)
+    monkeypatch.setattr("titanlab.cli.proofs.train_in_ranks", interrupted)
     code, out, err = says("rehearse", "+recipe=quickstart")
     assert code == 130
     assert err.startswith("error: interrupted; 0 ")
@@ -115,7 +115,7 @@ def test_no_folder_stays_where_the_plan_is_refused(says, temporary, monkeypatch)
     def refuse(*candidates, **how):
         raise ConfigError("parallelism.pipeline", 3, "planted", "try 2")
 
-    monkeypatch.setattr("titanlab.cli.rehearse.reduce_all", refuse)
+    monkeypatch.setattr("titanlab.cli.proofs.reduce_all", refuse)
     assert says("rehearse", "+recipe=quickstart")[0] == 2
     assert list(temporary.iterdir()) == []
 

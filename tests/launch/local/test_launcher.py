@@ -46,12 +46,6 @@ def state(sweep, made=None):
     return LAUNCHER.states(sweep, [local("one") if made is None else made])["aa", 0]
 
 
-def test_the_file_of_a_submission_is_the_queue(sweep):
-    made = local("one")
-    assert LAUNCHER.submit(sweep, made) == LAUNCHER.find(sweep, made) == "aa"
-    assert not LAUNCHER.has_scheduler
-
-
 def test_one_process_has_all_ranks_of_a_job():
     place = LAUNCHER.place_in({})
     assert (place.launcher, place.job_id, place.raw_job_id) == ("local", str(os.getpid()), str(os.getpid()))
@@ -139,12 +133,6 @@ def test_a_job_that_waits_says_that_the_supervisor_has_ended_or_is_stopped(sweep
     assert state(sweep).reason is None
 
 
-def test_every_run_of_every_submission_has_a_state(sweep):
-    made = [local("one", "two"), replace(local("one"), token="bb")]
-    assert list(LAUNCHER.states(sweep, made)) == [("aa", 0), ("aa", 1), ("bb", 0)]
-    assert LAUNCHER.states(sweep, []) == {}
-
-
 @pytest.mark.parametrize(
     ("holder", "is_claimed", "told", "signals"),
     [
@@ -182,21 +170,14 @@ def test_only_submissions_to_this_launcher_count(tmp_path):
     assert jobs_in_order(tmp_path / "none") == []
 
 
-def test_jobs_of_another_launcher_are_no_work(tmp_path):
-    write_submission(tmp_path, submission())
+def test_without_work_no_supervisor_is_started(tmp_path):
+    write_submission(tmp_path, submission("cc"))
     assert not wake(tmp_path)
-
-
-def test_jobs_that_run_need_no_supervisor(tmp_path):
     write_submission(tmp_path, waiting())
     (tmp_path / "one").mkdir()
     with RunFolder(tmp_path / "one").claim():
         assert not wake(tmp_path)
-
-
-def test_a_supervisor_that_runs_reads_new_submissions_itself(tmp_path):
-    write_submission(tmp_path, waiting())
-    (tmp_path / "one").mkdir()
+    # One that runs reads new submissions itself.
     with claimed(tmp_path, "sweep", file=LOCK):
         assert not wake(tmp_path)
     assert not (tmp_path / "jobs").exists()

@@ -11,7 +11,7 @@ from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
 from titanlab.distributed import Host, cores
-from titanlab.launch import JobShape, Submission, jobs_folder, write_submission
+from titanlab.launch import JobShape, Submission, jobs_folder, processes, write_submission
 from titanlab.launch import local as supervising
 from titanlab.launch.launchers_schema import Local
 from titanlab.launch.local import (
@@ -19,7 +19,6 @@ from titanlab.launch.local import (
     LOG,
     LocalJob,
     Supervisor,
-    _RunningJob,
     jobs_in_order,
     visible_devices,
 )
@@ -223,7 +222,8 @@ def test_a_job_runs_in_the_folder_of_its_submission_with_devices_of_its_own(tmp_
     monkeypatch.setattr(Submission, "command", lambda self, sweep, index: ["-c", SHOW])
     monkeypatch.setenv("MASTER_ADDR", "elsewhere")
     supervisor = supervised(folder)
-    assert supervisor._started(job, ["2", "GPU-3"]).wait() == 0
+    job.devices = ("2", "GPU-3")
+    assert supervisor._started(job).wait() == 0
     said = (folder.path / "jobs" / "t0_0_0_log.out").read_text()
     assert said == f"{here if is_there else os.getcwd()} None 2,GPU-3 {max(1, cores() // 2)}\n"
 
@@ -263,7 +263,7 @@ def test_processes_at_once_are_limited_and_a_larger_job_runs_alone(tmp_path, run
     *others, job = planned(folder, [*running, size], at_once=4)
     supervisor = Supervisor(folder.path, devices=[])
     for each in others:
-        supervisor._running[each.key] = _RunningJob(job=each, process=None)
+        supervisor._running[each.key] = each
     assert supervisor._has_room(job) is fits
 
 
@@ -271,9 +271,10 @@ def test_jobs_have_devices_of_their_own(tmp_path):
     folder = SweepFolder(tmp_path / "sweep")
     first, second, third = planned(folder, [2, 1, 2], at_once=8, gpus=True)
     supervisor = Supervisor(folder.path, devices=["0", "1", "GPU-abc", "3"])
-    supervisor._running[first.key] = _RunningJob(job=first, process=SimpleNamespace(), devices=("0", "1"))
+    first.process, first.devices = SimpleNamespace(), ("0", "1")
+    supervisor._running[first.key] = first
     # An earlier supervisor has started the other one.
-    supervisor._running[second.key] = _RunningJob(job=second, process=None)
+    supervisor._running[second.key] = second
     folder.run(second.run).begin_attempt({}, {"environment": {"CUDA_VISIBLE_DEVICES": "GPU-abc"}})
     assert supervisor._free_devices() == ["3"]
     assert not supervisor._has_room(third)
@@ -284,8 +285,8 @@ def test_jobs_have_devices_of_their_own(tmp_path):
 
 def test_devices_are_those_that_this_process_sees(monkeypatch):
     seen = Host(accelerator="cuda", device="NVIDIA H200", count=2)
-    monkeypatch.setattr(supervising, "this_host", lambda: seen)
+    monkeypatch.setattr(processes, "this_host", lambda: seen)
     assert visible_devices({}) == ["0", "1"]
     assert visible_devices({"CUDA_VISIBLE_DEVICES": "3,GPU-abc"}) == ["3", "GPU-abc"]
-    monkeypatch.setattr(supervising, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=4))
+    monkeypatch.setattr(processes, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=4))
     assert visible_devices({}) == []

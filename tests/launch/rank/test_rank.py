@@ -20,7 +20,7 @@ from torch._library.utils import get_source
 from tests import tiny
 from tests.planted_schema import Planted
 from tests.test_layers import HEAVY
-from titanlab.distributed import ALONE, Ranks, StartUp, cores
+from titanlab.distributed import ALONE, Ranks, cores
 from titanlab.distributed.start_up import FILE, PHASES
 from titanlab.launch import import_techniques
 from titanlab.launch import processes as local
@@ -261,16 +261,15 @@ def test_a_rank_whose_launcher_is_gone_already_does_not_begin():
     assert done.returncode == 0
 
 
-def test_a_damaged_end_of_the_attempt_before_costs_nothing(tmp_path):
-    """Its start-up is counted all the same."""
-    made = tiny.recipe(tmp_path)
-    run = tiny.begin(made)
+def test_a_damaged_end_of_the_attempt_before_costs_nothing(failing, monkeypatch):
+    made, run = failing
     run.write_result(Outcome(kind=OutcomeKind.CRASH, attempt=1))
     path = run.attempt_folder(1) / "result.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "ended": 1e300}))
-    start_up = StartUp({"launcher": 1.0, "python": 2.0})
-    worker._begin_after_earlier_attempt(start_up, run, 2)
-    assert start_up.end() == pytest.approx({"launcher": 0.0, "python": 0.0}, abs=10.0)
+    tiny.begin(made, run)
+    monkeypatch.setenv("TITANLAB_ATTEMPT", "2")
+    assert worker.main([str(run.path)]) == 1
+    assert [note.cause for note in run.failures(2)] == ["LookupError: a planted fault"]
 
 
 def test_torch_finds_the_caller_of_an_operator_without_a_look_at_every_module(monkeypatch):

@@ -4,7 +4,6 @@ from titanlab.launch import JobShape, Submission
 from titanlab.launch.slurm import command as slurm_command
 from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.slurm import site as slurm_site
-from titanlab.launch.slurm import states as slurm_states
 from titanlab.launch.slurm.command import Reply
 from titanlab.sweep.reconcile import job_states
 
@@ -23,7 +22,7 @@ class Answers(dict):
     def __init__(self, monkeypatch):
         super().__init__(squeue="", sacct="")
         self.asked = []
-        for module in (slurm_states, slurm_command, slurm_site, slurm_launcher):
+        for module in (slurm_command, slurm_site, slurm_launcher):
             monkeypatch.setattr(module, "ask_slurm", self.ask)
 
     def ask(self, *words, seconds=0.0):

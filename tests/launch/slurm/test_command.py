@@ -6,11 +6,19 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.until import until
-from titanlab.launch.slurm.command import QUESTIONS, answering_lines, ask_slurm, elements_of, expression_of, scontrol
+from titanlab.launch.slurm.command import QUESTIONS, answering_lines, ask_slurm, elements_of, expression_of
+from titanlab.launch.slurm.command import scontrol as asked
+
+
+def scontrol(*words, seconds, environ):
+    """Its answer in a process with these variables alone."""
+    with mock.patch.dict(os.environ, environ, clear=True):
+        return asked(*words, seconds=seconds)
 
 
 @pytest.fixture

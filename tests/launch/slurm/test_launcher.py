@@ -1,6 +1,5 @@
 """What the launcher of Slurm asks and tells it about single jobs."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import launcher as module
 from titanlab.launch.slurm.launcher import MAX_ARRAY, SlurmLauncher
-from titanlab.launch.slurm.states import memory_word
 
 LAUNCHER = SlurmLauncher(Slurm())
 SWEEP = Path("sweep")
@@ -76,19 +74,9 @@ def test_a_job_failed_early_for_what_its_tasks_have_printed(tmp_path):
     assert LAUNCHER.early_end(tmp_path, submission(), 0) is None
 
 
-def test_the_word_about_memory_is_slurms(tmp_path):
-    assert LAUNCHER.memory_word(tmp_path, submission(), 1) is None
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "12_1_0_log.err").write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=13.0.\n")
-    word = LAUNCHER.memory_word(tmp_path, submission(), 1)
-    assert word == MemoryWord(said="Slurm says: Detected 1 oom_kill event in StepId=13.0.", rank=None)
-
-
 PLACE = ProcessPlace(
     launcher="slurm", job_id="12_0", raw_job_id="12", ranks=replace(ALONE, world=8), nodes=("n1", "n2", "n3", "n4")
 )
-
-LAUNCHER = SlurmLauncher(Slurm())
 
 
 @pytest.fixture
@@ -178,13 +166,10 @@ LIMIT = "slurmstepd-n1: error: StepId=12.0 exceeded memory limit (1176580096 > 1
     ],
 )
 def test_sentence_and_rank(tmp_path, logs, word):
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
     for rank, text in logs.items():
-        (tmp_path / f"12_3_{rank}_log.err").write_text(text)
-    (tmp_path / "12_33_0_log.err").write_text(f"{EVENT}\nsrun: error: n1: task 9: Out Of Memory\n")
-    assert memory_word(tmp_path, "12_3") == word
-
-
-def test_a_pipe_in_the_place_of_a_log_says_nothing_and_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "12_3_0_log.err")
-    (tmp_path / "12_3_1_log.err").write_text(EVENT)
-    assert memory_word(tmp_path, "12_3") == MemoryWord(SAID, None)
+        (jobs / f"12_3_{rank}_log.err").write_text(text)
+    (jobs / "12_33_0_log.err").write_text(f"{EVENT}\nsrun: error: n1: task 9: Out Of Memory\n")
+    found = LAUNCHER.memory_word(tmp_path, submission(), 3)
+    assert found == (word and replace(word, said=f"Slurm says: {word.said}"))

@@ -9,7 +9,6 @@ from titanlab.launch.slurm.command import hosts
 from titanlab.launch.slurm.launcher import slurm_ranks
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
-REACHABLE = ranks_module._reachable
 SRUN = {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "6",
@@ -24,7 +23,7 @@ SRUN = {
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch):
-    monkeypatch.setattr(ranks_module, "_reachable", lambda node: node)
+    monkeypatch.setattr(ranks_module.socket, "getaddrinfo", lambda name, port: [])
 
 
 def test_a_slurm_step_is_joined():
@@ -82,7 +81,6 @@ def test_the_first_host_of_a_list_is_found(nodes, host):
 
 
 def test_ranks_of_several_nodes_meet_at_an_address_that_resolves(monkeypatch):
-    monkeypatch.setattr(ranks_module, "_reachable", REACHABLE)
     known = {"gpu03"}
 
     def resolve(name, port):

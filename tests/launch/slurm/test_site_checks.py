@@ -68,7 +68,6 @@ def test_a_site_that_is_fine(site):
 
 def test_a_setting_without_a_value_does_not_take_the_next_line(site, monkeypatch):
     site(scontrol="printf 'PreemptParameters       = \\nPreemptMode = REQUEUE\\nPreemptType = preempt/qos\\n'")
-    assert site_checks._settings() == {"PreemptParameters": "", "PreemptMode": "REQUEUE", "PreemptType": "preempt/qos"}
     texts = {each.name: each.text for each in check_slurm(Slurm(partition="gpu"))}
     assert texts["preemption"].startswith("qos, mode REQUEUE: a run saves, and goes back into the queue")
 
@@ -78,7 +77,8 @@ def test_a_setting_without_a_value_does_not_take_the_next_line(site, monkeypatch
 )
 def test_the_time_without_preemption(exempt, note):
     settings = {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE", "PreemptExemptTime": exempt}
-    assert site_checks._preemption(settings).text.startswith(f"qos, mode REQUEUE{note}: a run saves")
+    texts = {each.name: each.text for each in check_settings(settings, Slurm())}
+    assert texts["preemption"].startswith(f"qos, mode REQUEUE{note}: a run saves")
 
 
 def test_a_host_without_slurm_is_no_fault_and_one_with_half_of_it_is(tmp_path, monkeypatch):

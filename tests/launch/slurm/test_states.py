@@ -7,8 +7,7 @@ import pytest
 
 from tests.launch.slurm.printed import LONG_AGO, states, submission
 from titanlab.launch import JobState
-from titanlab.launch.slurm.command import Reply
-from titanlab.launch.slurm.states import slurm_states
+from titanlab.launch.slurm.command import Reply, slurm_states
 from titanlab.records import RunFolder
 from titanlab.sweep.reconcile import silence
 from titanlab.system import write_json

@@ -19,8 +19,8 @@ from titanlab.report.figures.over_time import (
 )
 from titanlab.report.figures.style import MOST_LINES
 from titanlab.report.frames import metrics_frame
+from titanlab.techniques.schedule.action import simulate
 from titanlab.techniques.schedule.published_schema import OneFOneB
-from titanlab.techniques.schedule.timeline import simulate
 
 
 def test_loss(mixed):
@@ -44,15 +44,7 @@ def steps_of(run, *losses, **given):
 
 
 @pytest.mark.parametrize(
-    ("count", "most", "kept"),
-    [
-        (0, 3, []),
-        (1, 3, [0]),
-        (3, 3, [0, 1, 2]),
-        (4, 3, [0, 2, 3]),
-        (101, 3, [0, 50, 100]),
-        (101, 2, [0, 100]),
-    ],
+    ("count", "most", "kept"), [(0, 3, []), (3, 3, [0, 1, 2]), (4, 3, [0, 2, 3]), (101, 2, [0, 100])]
 )
 def test_few_rows_are_left_of_many_with_the_first_and_the_last(count, most, kept):
     rows = [{"step": step} for step in range(count)]
@@ -65,17 +57,10 @@ def test_losses_that_are_none_are_left_out_and_steps_are_put_in_order():
     (line,) = loss_by_tokens(rows[::-1]).axes[0].lines
     assert list(line.get_ydata()) == [5.0, 3.0]
     assert list(line.get_xdata()) == [10, 70]
-
-
-def test_a_run_without_a_loss_has_a_mark_all_the_same():
-    figure = loss_by_tokens(steps_of("a", math.nan))
-    ((mark),) = figure.marks.values()
+    # A row that does not say its tokens is at the beginning; a run without a loss has a mark all the same.
+    assert list(loss_by_tokens(steps_of("a", 5.0, **{meter.TOKENS_SEEN: None})).axes[0].lines[0].get_xdata()) == [0]
+    (mark,) = loss_by_tokens(steps_of("a", math.nan)).marks.values()
     assert (mark.runs, mark.text) == (("a",), "a (dp_s2): no loss")
-
-
-def test_a_row_that_does_not_say_its_tokens_is_at_the_beginning():
-    rows = steps_of("a", 5.0, **{meter.TOKENS_SEEN: None})
-    assert list(loss_by_tokens(rows).axes[0].lines[0].get_xdata()) == [0]
 
 
 def test_lines_have_the_labels_that_are_given():

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from titanlab.report.figures import style
-from titanlab.report.figures.style import label_bars, label_text, legend_text, new_figure, printable
+from titanlab.report.figures.style import label_text, printable
 
 
 @pytest.mark.parametrize(
@@ -44,41 +44,7 @@ def test_a_label_is_one_line_that_is_not_too_long(text, label):
     assert label_text(text) == label
 
 
-@pytest.mark.parametrize("most", [10, 11, 12, 34])
-def test_a_label_has_at_most_so_many_letters(most):
-    label = label_text("abcdefghijklmnopqrstuvwxyz" * 3, most=most)
-    assert len(label) == most
-    assert (label[0], label[-1]) == ("a", "z")
-
-
-def test_bars_are_labelled_from_top_to_bottom():
-    _, axis = new_figure(2, "title")
-    label_bars(axis, ["first", "second$"], 2)
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["first", r"second\$"]
-    assert axis.get_ylim() == (1.5, -0.5)
-    assert axis.get_ylabel() == ""
-
-
-def test_bars_that_are_left_out_are_counted():
-    _, axis = new_figure(2, "title")
-    label_bars(axis, ["a"], 70)
-    assert axis.get_ylabel() == "the first 1 of 70"
-
-
-def test_axes_without_bars_say_so():
-    _, axis = new_figure(2, "title")
-    label_bars(axis, [], 0)
-    assert [text.get_text() for text in axis.texts] == ["no run"]
-    assert list(axis.get_yticks()) == []
-    assert axis.get_ylim() == (0.5, -0.5)
-
-
 def test_colours_of_series_differ():
     assert len(set(style.SERIES)) == len(style.SERIES)
     assert [to_hex(colour) for colour in style.SERIES] == list(style.SERIES)
     assert len(style.SERIES) * len(style.LINE_STYLES) >= style.MOST_LINES
-
-
-@pytest.mark.parametrize(("text", "shown"), [("a", "a"), ("_a", " _a"), ("a$", r"a\$"), ("", "")])
-def test_labels_of_a_legend_never_begin_with_an_underscore(text, shown):
-    assert legend_text(text) == shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from tests.sweep.studies import SLURM, seeds, study
 from titanlab.data import source
 from titanlab.distributed import Host
 from titanlab.errors import ConfigError
-from titanlab.plan import MEMORY_ERROR
-from titanlab.plan.explanation import Estimate
-from titanlab.sweep import Composer, decide, fitting, plan_lines, plan_values, submit
+from titanlab.plan import MEMORY_ERROR, Estimate
+from titanlab.sweep import Composer, decide, fitting, plan_lines, submit
 from titanlab.sweep import plan as studies
 from titanlab.techniques.tracker.trackers_schema import Wandb
 
@@ -267,11 +265,6 @@ def test_what_is_submitted_is_summed(planned):
     assert lines[-1] == "3 jobs: 9 processes in all, 4 nodes, 3 arrays; the largest has 6"
 
 
-def test_runs_of_this_host_have_no_nodes(planned):
-    lines = plan_lines(*planned(seeds(2), launch=None))
-    assert lines[-1] == "2 jobs: 2 processes in all; the largest has 1"
-
-
 @pytest.mark.parametrize(
     ("given", "cells"),
     [
@@ -286,7 +279,7 @@ def test_runs_of_this_host_have_no_nodes(planned):
     ],
 )
 def test_estimates_are_numbers_that_people_write(planned, monkeypatch, given, cells):
-    monkeypatch.setattr(submit, "estimate_of", lambda recipe: estimate(**given))
+    monkeypatch.setattr(submit, "estimated", lambda recipe: estimate(**given))
     line = next(line for line in plan_lines(*planned(seeds(1)), answered=False) if line.endswith("submit"))
     shown = tuple(re.split(r"\s{2,}", line)[-4:-1])
     assert shown == tuple("5.00e-09" if cell == "5e-09" else cell for cell in cells)
@@ -304,15 +297,6 @@ def test_runs_that_ended_are_told_how_to_run_again(planned, outcomes, which):
     lines = plan_lines(found, ended)
     assert lines[-1] == f"to run those again: titanlab retry layouts {which}"
     assert "2 ended otherwise" in lines
-
-
-def test_the_values_are_json_and_have_every_run_and_point(planned):
-    values = plan_values(*planned([{"shard": 2}], dropped=[{"shard": 5}]))
-    assert json.loads(json.dumps(values)) == values
-    (run,) = values["runs"]
-    assert (run["point"], run["action"], run["outcome"], run["control"]) == ({"shard": 2}, "submit", None, False)
-    assert values["dropped"] == [{"point": {"shard": 5}, "repeat": 0, "stage": "rule", "reason": "is wrong"}]
-    assert (values["sweep"], values["counts"]) == ("layouts", {"submit": 1})
 
 
 def test_runs_that_ended_without_the_tracker_that_is_asked_for_now_are_told(planned):
@@ -340,12 +324,12 @@ def reserved(monkeypatch):
     """Bytes that a run would reserve of its device's 80 GB, by its seed; of other seeds there is no estimate."""
     known = {}
 
-    def estimate_of(recipe):
+    def estimated(recipe):
         if recipe.seed not in known:
-            return None
+            return "not measured"
         return Estimate(hours=1.0, reserved_bytes=known[recipe.seed], limit_bytes=80e9, checkpoint_bytes=1)
 
-    monkeypatch.setattr(submit, "estimate_of", estimate_of)
+    monkeypatch.setattr(studies, "estimated", estimated)
     return known
 
 

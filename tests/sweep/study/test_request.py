@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import omegaconf
 import pytest
 
 from tests.sweep.files import sweep_text, write_sweep
@@ -100,7 +101,11 @@ def test_a_condition_may_ask_for_the_sweep_and_the_recipe(tmp_path):
         ([SPACE, "seed=1,2", "hydra.sweeper.where=[null]"], "where=null: is no condition; "),
         (["seed=1,2", "hydra.sweeper=null"], "hydra.sweeper=null: takes away what titanlab reads a sweep with; "),
         (["seed=1,2", "~hydra.launcher._target_"], "hydra.launcher._target_=: would run the points by itself"),
-        (["+hydra.sweeper.params={seed:'1,2'}"], "hydra.sweeper.params={seed:'1,2'}: is null, which takes no keys; "),
+        pytest.param(
+            ["+hydra.sweeper.params={seed:'1,2'}"],
+            "hydra.sweeper.params={seed:'1,2'}: is null, which takes no keys; ",
+            marks=pytest.mark.skipif(not omegaconf.__version__.startswith("2.3."), reason="later ones take them"),
+        ),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
 )

@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
 from titanlab.records import check_name
-from titanlab.sweep.plan import starting_order
-from titanlab.sweep.request import control_points, read_control
-from titanlab.sweep.space import LENGTH, LIMIT, SweepPoint, canonical_text, expand, keys_of, read_expression
+from titanlab.sweep.plan import read_control
+from titanlab.sweep.space import (
+    LENGTH,
+    LIMIT,
+    SweepPoint,
+    canonical_text,
+    control_points,
+    expand,
+    read_expression,
+    starting_order,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +43,6 @@ from titanlab.sweep.space import LENGTH, LIMIT, SweepPoint, canonical_text, expa
 def test_the_points_of_a_space(space, points):
     shown = [" ".join(f"{key}{value}" for key, value in point.items()) for point in expand(space)]
     assert shown == points
-
-
-def test_keys_come_in_their_order():
-    assert keys_of(expand({"list": [{"b": 1}, {"a": 1, "b": 2}]})) == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -216,18 +220,14 @@ def test_whatever_is_typed_is_a_condition_or_refused(text):
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers() | st.text())
 
 
-@given(st.dictionaries(st.text(min_size=1), values), st.integers(0, 2000))
-def test_every_label_can_be_a_folder_of_bounded_length(values: dict[str, Any], repeat: int) -> None:
-    label = SweepPoint(values=values, repeat=repeat).label
-    check_name("name", label)
-    assert len(label) <= LENGTH
-
-
 @given(st.dictionaries(st.text(min_size=1), values), st.integers(0, 2000), st.integers(0, 2000))
-def test_repeats_have_labels_of_their_own(values: dict[str, Any], one: int, other: int) -> None:
-    """Also those whose values are longer than the label: the number is not cut off."""
+def test_every_label_can_be_a_folder_of_bounded_length(values: dict[str, Any], one: int, other: int) -> None:
+    """The number of a repeat is not cut off, however long the values are."""
     labels = [SweepPoint(values=values, repeat=repeat).label for repeat in (one, other)]
     assert (labels[0] == labels[1]) == (one == other)
+    for label in labels:
+        check_name("name", label)
+        assert len(label) <= LENGTH
 
 
 @pytest.mark.parametrize(
@@ -263,29 +263,28 @@ def names(planned):
 
 
 @pytest.mark.parametrize(
-    ("recipes", "repeats", "expected"),
-    [("ab", 1, "ab"), ("ab", 2, "abba"), ("ab", 3, "abbaab"), ("abc", 2, "abccba"), ("a", 3, "aaa"), ("", 1, "")],
+    ("planned", "expected"),
+    [
+        (points("ab", 1), "ab"),
+        (points("ab", 2), "abba"),
+        (points("ab", 3), "abbaab"),
+        (points("abc", 2), "abccba"),
+        (points("a", 3), "aaa"),
+        ([], ""),
+        # A swept repeat is a repeat.
+        ([SweepPoint(values={"ac": recipe, "repeat": repeat}) for recipe in "ab" for repeat in (0, 1)], "abba"),
+        # Recipes that have fewer repeats are left out of later rounds.
+        ([*points("a", 2), *points("b", 1)], "aba"),
+        # The control starts first, last and between.
+        (points("ab", 3, control=True), "CabCbaCabC"),
+        (points("ab", 2, control=True), "CabCbaC"),
+        (points("abcd", 1, control=True), "CabCcdC"),
+        (points("a", 1, control=True), "CCaC"),
+        (points("abc", 1, control=True), "CaCbcC"),
+    ],
 )
-def test_repeats_start_in_turns(recipes, repeats, expected):
-    assert names(points(recipes, repeats)) == expected
-
-
-@pytest.mark.parametrize(
-    ("recipes", "repeats", "expected"),
-    [("ab", 3, "CabCbaCabC"), ("ab", 2, "CabCbaC"), ("abcd", 1, "CabCcdC"), ("a", 1, "CCaC"), ("abc", 1, "CaCbcC")],
-)
-def test_the_control_starts_first_last_and_between(recipes, repeats, expected):
-    assert names(points(recipes, repeats, control=True)) == expected
-
-
-def test_a_swept_repeat_is_a_repeat():
-    planned = [SweepPoint(values={"ac": recipe, "repeat": repeat}) for recipe in "ab" for repeat in (0, 1)]
-    assert names(planned) == "abba"
-
-
-def test_recipes_that_have_fewer_repeats_are_left_out_of_later_rounds():
-    planned = [SweepPoint(values={"ac": "a"}), SweepPoint(values={"ac": "a"}, repeat=1), SweepPoint(values={"ac": "b"})]
-    assert names(planned) == "aba"
+def test_repeats_start_in_turns(planned, expected):
+    assert names(planned) == expected
 
 
 def test_every_run_has_one_place():

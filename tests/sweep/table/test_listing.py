@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -135,35 +136,6 @@ def test_recipes_are_compared_by_layout_and_what_else_differs(made):
     ]
 
 
-def test_repeats_are_one_line_and_what_is_not_done_has_no_figures(made):
-    for repeat, speed in enumerate((500.0, 1000.0, 2000.0)):
-        run = made.run("fsdp", shard=2, repeat=repeat)
-        begin(run)
-        end(run, metrics={"throughput(tps)": speed})
-    failed = made.run("fsdp", shard=2, repeat=3)
-    begin(failed)
-    train(failed)
-    end(failed, "hang", metrics={"throughput(tps)": 1.0})
-    (group,) = groups(SweepTable(made.folder).rows())
-    assert (group.label, group.typical("tokens_per_second")) == ("dp_s2", pytest.approx(1000.0))
-    assert comparison(SweepTable(made.folder).rows())[1].split() == [
-        "dp_s2",
-        "2",
-        "1,000",
-        "2,000",
-        *"3 done, 1 hang".split(),
-    ]
-
-
-def test_what_no_column_shows_is_told_by_the_sweeps_key(made):
-    for rate in (1e-3, 3e-3):
-        run = made.run("a", lr=rate, point={"optimizer.lr": rate, "training.steps": 10})
-        begin(run)
-        end(run)
-    compared = groups(SweepTable(made.folder).rows())
-    assert [group.label for group in compared] == ["single · optimizer.lr 0.001", "single · optimizer.lr 0.003"]
-
-
 def test_nothing_is_compared_with_nothing():
     assert groups([]) == []
     assert comparison([]) == []
@@ -215,6 +187,8 @@ def test_figures_are_of_the_runs_that_are_done_and_have_a_value():
     # The same figure as in a ranking, which compares ratios: their median is 2.5.
     assert group.typical("tokens_per_second") == pytest.approx(2.0)
     assert group.typical("loss") is None
+    (line,) = comparison(group.rows)[1:]
+    assert line.split() == ["dp_s2", "2", "2", "40.0%", "1.00", "3", "done,", "1", "oom"]
 
 
 def facts(**given):
@@ -281,22 +255,14 @@ def test_a_run_that_did_not_fail_explains_nothing(made, kind):
     assert explained(made, run) is None
 
 
-def test_the_traceback_of_the_result_goes_before_all(made):
+@pytest.mark.parametrize(("own", "shown"), [("of the result\n\n", "of the result"), (None, "of rank 3")])
+def test_the_traceback_is_the_results_or_else_that_of_the_rank_that_failed(made, own, shown):
     begin(run := made.run("a"))
-    note = Outcome(kind=OutcomeKind.CRASH, step=4, attempt=1, rank=3, cause="boom", traceback="of the rank")
-    run.write_failure(note)
-    end(run, "crash", rank=3, cause="boom", traceback="of the result\n\n")
-    assert explained(made, run) == ("traceback of rank 3", "of the result")
-
-
-def test_without_one_it_is_that_of_the_rank_that_failed(made):
-    begin(run := made.run("a"))
+    crash = Outcome(kind=OutcomeKind.CRASH, step=4, attempt=1, cause="boom")
     for rank in (1, 3):
-        run.write_failure(
-            Outcome(kind=OutcomeKind.CRASH, step=4, attempt=1, rank=rank, cause="boom", traceback=f"of rank {rank}\n")
-        )
-    end(run, "crash", rank=3, cause="boom")
-    assert explained(made, run) == ("traceback of rank 3", "of rank 3")
+        run.write_failure(replace(crash, rank=rank, traceback=f"of rank {rank}\n"))
+    end(run, "crash", rank=3, cause="boom", traceback=own)
+    assert explained(made, run) == ("traceback of rank 3", shown)
 
 
 def test_without_any_traceback_it_is_the_end_of_the_log(made):

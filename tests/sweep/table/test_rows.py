@@ -63,24 +63,17 @@ def test_the_page_has_every_column_and_no_other():
         ("step", 2**63, None),
         ("loss", 4.25, 4.25),
         ("loss", 4, 4.0),
+        # Parquet takes no whole number above 2**53 as a number: `titanlab collect` ended with a traceback.
+        ("flops_per_token", 2**60 + 1, float(2**60)),
+        ("flops_per_token", 10**400, None),
+        # Half a pair of UTF-16, as a damaged JSON file has it.
+        ("cause", "a\ud800b", "a?b"),
         ("loss", "4", None),
     ],
 )
 def test_a_value_of_another_kind_than_its_column_is_none(name, value, expected):
     found = fitting_value(name, value)
     assert (found, type(found)) == (expected, type(expected))
-
-
-def test_a_whole_number_in_a_column_of_numbers_is_one_that_a_float_holds():
-    """Parquet takes no whole number above 2**53 as a number: `titanlab collect` ended with a traceback."""
-    found = fitting_value("flops_per_token", 2**60 + 1)
-    assert (found, type(found)) == (float(2**60), float)
-    assert fitting_value("flops_per_token", 10**400) is None
-
-
-def test_text_that_no_file_holds_is_taken_as_far_as_it_goes():
-    """Half a pair of UTF-16, as a damaged JSON file has it: `titanlab collect` ended with a traceback."""
-    assert fitting_value("cause", "a\ud800b") == "a?b"
 
 
 @pytest.mark.parametrize(
@@ -378,35 +371,32 @@ def test_runs_that_the_plan_no_longer_has_come_last(made):
     assert [row["point.parallelism"] for row in rows] == ["b", None]
 
 
-def test_a_table_sees_what_changes(made):
-    run = made.run("a")
-    table = SweepTable(made.folder)
-    assert table.rows()[0]["state"] == "prepared"
-    begin(run)
-    assert table.rows()[0]["state"] == "starting"
-    train(run)
-    assert table.rows()[0]["step"] == 4
-    end(run)
-    assert table.rows()[0]["outcome"] == "done"
-
-
 @pytest.mark.parametrize(
     "damaged",
     [
         {},
         {"code": "text", "packages": 7, "host": ["a"]},
         {"code": {"fingerprint": ["a"], "git": "b"}, "host": {"name": 5}},
+        {
+            "time": "soon",
+            "launcher": ["a"],
+            "packages": {"torch": ["b"]},
+            "host": {"name": "h", "usable_cores": 10**30},
+            "code": {"git": {"sha": ["a"], "dirty": {}}},
+        },
     ],
 )
-def test_what_is_damaged_of_the_machine_and_the_code_is_not_known(made, damaged):
+def test_what_is_damaged_of_the_machine_and_the_code_is_not_known(made, tmp_path, damaged):
     run = made.run("a")
     begin(run)
     end(run)
     for path in run.path.rglob("env.json"):
         path.write_text(json.dumps(damaged))
-    row = row_of(made, run, code="c0de")
+    write_table(SweepTable(made.folder, code="c0de").rows(), "layouts", tmp_path)
+    (row,) = parquet.read_table(tmp_path / "layouts.parquet").to_pylist()
     assert (row["outcome"], row["loss"]) == ("done", 4.25)
-    assert (row["code"], row["stale"], row["git_commit"], row["torch"], row["cores"]) == (None,) * 5
+    names = ("code", "stale", "git_commit", "git_dirty", "torch", "cores", "started", "launcher")
+    assert [row[name] for name in names] == [None] * 8
 
 
 def test_a_run_that_goes_on_names_its_stopped_rank(made):
@@ -439,6 +429,22 @@ def test_an_estimate_has_figures_of_one_device(tmp_path):
     assert values["step_seconds"] == pytest.approx(step_time(made, machine_of(made)).seconds)
     assert values["tokens_per_second"] == pytest.approx(made.tokens_per_step / values["step_seconds"] / 2)
     assert 0 < values["memory_gib"] < 80
+
+
+def test_runs_that_differ_in_nothing_of_it_share_an_estimate(tmp_path, monkeypatch):
+    """A dry run of 1,000 points was estimated twice, and took twice as long."""
+    asked = []
+    monkeypatch.setattr("titanlab.plan.estimate_or_reason", lambda recipe: asked.append(recipe) or "not known")
+    look._estimated.cache_clear()
+    made = recipe(tmp_path)
+    faster = dataclasses.replace(made.optimizer, lr=0.5)
+    for each in (made, made, dataclasses.replace(made, name="b", seed=5, repeat=2, optimizer=faster)):
+        assert estimate_values(each)["note"] == "not known"
+    assert len(asked) == 1
+    longer = dataclasses.replace(made.training, steps=99)
+    assert estimate_values(dataclasses.replace(made, training=longer))["note"] == "not known"
+    assert len(asked) == 2
+    look._estimated.cache_clear()
 
 
 def test_without_an_estimate_the_reason_is_there(tmp_path):
@@ -579,22 +585,6 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--into=.*: cannot be written"):
         write_table([], "s", tmp_path / "file" / "deeper")
-
-
-def test_a_value_of_another_kind_than_its_column_is_not_known(made, tmp_path):
-    run = made.run("a")
-    begin(run)
-    end(run)
-    git = {"sha": ["a"], "dirty": {}}
-    code, host = {"fingerprint": "c0de", "git": git}, {"name": "h", "usable_cores": 10**30}
-    damaged = {"time": "soon", "launcher": ["a"], "code": code, "packages": {"torch": ["b"]}, "host": host}
-    for path in run.path.rglob("env.json"):
-        path.write_text(json.dumps(damaged))
-    write_table(SweepTable(made.folder).rows(), "layouts", tmp_path)
-    (row,) = parquet.read_table(tmp_path / "layouts.parquet").to_pylist()
-    names = ("started", "launcher", "git_commit", "git_dirty", "torch", "cores")
-    assert [row[name] for name in names] == [None] * 6
-    assert (row["outcome"], row["loss"], row["code"], row["hosts"]) == ("done", 4.25, "c0de", 1)
 
 
 def test_a_cause_that_begins_like_a_formula_is_none_in_the_csv(made, tmp_path):

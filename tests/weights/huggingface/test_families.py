@@ -11,8 +11,8 @@ from tests.weights.huggingface import made
 from titanlab.errors import ConfigError
 from titanlab.options import Option, discover
 from titanlab.techniques.model.llama_schema import Llama, Mixtral, Qwen3, Qwen3Moe
-from titanlab.train import hub_folders
-from titanlab.train.hub_folders import family_for
+from titanlab.train import weights
+from titanlab.train.weights import family_for
 
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"original_max_position_embeddings": 8192}
@@ -258,7 +258,7 @@ def test_models_of_other_packages_are_found_and_those_without_a_form_in_transfor
     }
     more = {kind: Option(group="model", kind=kind, schema=schema) for kind, schema in schemas.items()}
     known = discover()
-    monkeypatch.setattr(hub_folders, "discover", lambda: {**known, "model": {**known["model"], **more}})
+    monkeypatch.setattr(weights, "discover", lambda: {**known, "model": {**known["model"], **more}})
     assert family_for({"architectures": ["MineForever"]}) is family
     # As a person might write it.
     assert family_for({"architectures": "LlamaForCausalLM"}) == Llama.hugging_face()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.errors import ConfigError
-from titanlab.train.hub_folders import is_hf_folder, open_hf
+from titanlab.train.weights import is_hf_folder, open_hf
 
 TIED = {**made.SMALL, "tie_word_embeddings": True}
 

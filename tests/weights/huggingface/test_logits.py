@@ -11,8 +11,8 @@ from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.techniques.model.mixture_of_experts import Router
 from titanlab.train import generate as sampling
-from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_tensors import fill
+from titanlab.train.initialise import fill
+from titanlab.train.weights import open_folder
 
 BAR = 1e-5
 # Longer than the 64 tokens before which nothing is scaled.

@@ -10,8 +10,8 @@ import torch
 
 from tests.weights.huggingface import made
 from titanlab.cli import main
-from titanlab.train import weights_tensors
-from titanlab.train.weights_folder import open_weights
+from titanlab.train import interchange
+from titanlab.train.weights import open_weights
 
 
 def run(*arguments):
@@ -64,7 +64,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path, monkeypatch, how):
             raise how("enough")
         return piece
 
-    monkeypatch.setattr(weights_tensors, "_cast", stop)
+    monkeypatch.setattr(interchange, "_cast", stop)
     if how is KeyboardInterrupt:
         assert main(["import", str(there), "--into", str(tmp_path / "one")]) != 0
     else:

@@ -24,8 +24,8 @@ from titanlab.options import schema_of
 from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.model.llama_schema import Llama
-from titanlab.train import start_fingerprint
-from titanlab.train.starting_weights import check_start, open_folder
+from titanlab.train import check_beginning, start_fingerprint
+from titanlab.train.weights import open_folder
 
 llama_hf = Llama.hugging_face()
 # In fp32, relative, as for every layout: docs/parity.md.
@@ -128,7 +128,7 @@ def test_another_run_is_a_beginning_too_and_only_its_model(pool, place, referenc
         [(run.path, {}), (latest(run.checkpoints), {"shard": 2}), (tmp_path / "ours", {})]
     ):
         made = tiny.recipe(tmp_path, name=f"next-{number}", steps=2, init_from=str(where), **keys, **more)
-        check_start(made)
+        check_beginning(made)
         traces.append(pool.run(made.world, traced, made, tiny.begin(made))[0])
     assert compare(traces[0], traces[1]).largest < BAR
     assert compare(traces[0], traces[2]).largest == 0
@@ -215,7 +215,7 @@ def test_a_checkpoint_s_fingerprint_is_of_its_numbers(references, place, tmp_pat
     elsewhere = tmp_path / "moved" / "checkpoints" / "step-00000003"
     shutil.copytree(latest(run.checkpoints), elsewhere)
     moved = replace(made, init_from=str(elsewhere))
-    check_start(moved)
+    check_beginning(moved)
     assert start_fingerprint(moved) == found
     # The weights of other numbers have other checksums, which the index has.
     index = elsewhere / "index.json"

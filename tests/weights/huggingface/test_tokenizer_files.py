@@ -11,7 +11,7 @@ import pytest
 from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.data.tokenizers import load
-from titanlab.train.hub_folders import copy_tokenizer, write_tokenizer_config
+from titanlab.train.interchange import copy_tokenizer, write_tokenizer_config
 
 
 @pytest.fixture

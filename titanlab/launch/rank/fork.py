@@ -65,14 +65,14 @@ def fork_ranks(logs: Path, prepare: Callable[[], T]) -> T:
     # Hold stop signals until a rank can note them: `hear_stop_signals`.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     forking = os.getpid()
-    pids: dict[int, int] = {}
-    for rank in range(first.world):
-        pid = _fork()
-        if pid == 0:
-            os.close(pids_file)
-            _become(replace(first, rank=rank, local_rank=rank).environment(), rank, logs, forking)
-            return prepared
-        pids[rank] = pid
+    is_rank, pids = _fork_each(first, logs, terminal=True)
+    if is_rank:
+        os.close(pids_file)
+        while os.getppid() == forking:
+            time.sleep(_ADOPTION_POLL_SECONDS)
+        # Until now, the launcher can end the ranks with the process that forks them, as one group.
+        os.setsid()
+        return prepared
     with os.fdopen(pids_file, "w") as file:
         json.dump(pids, file)
     os._exit(0)
@@ -88,24 +88,41 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
         # Otherwise each rank would write the buffers' content again.
         stream.flush()
     parent = os.getpid()
+    is_rank, pids = _fork_each(first, logs, terminal=False)
+    if not is_rank:
+        return pids
+    # No rank may return into the code of its parent, also after an error.
+    code = 1
+    try:
+        os.environ[PARENT] = str(parent)
+        os.setsid()
+        code = act()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(code)
+
+
+def _fork_each(first: Ranks, logs: Path, *, terminal: bool) -> tuple[bool, dict[int, int]]:
+    """Fork every rank, with its environment, log and name. Returns whether this is a rank, and process numbers by rank.
+
+    Args:
+        terminal: rank 0 writes to the terminal, and has no log of its own.
+    """
     pids: dict[int, int] = {}
     for rank in range(first.world):
-        pid = _fork()
-        if pid == 0:
-            # No rank may return into the code of its parent, also after an error.
-            code = 1
-            try:
-                environment = replace(first, rank=rank, local_rank=rank).environment()
-                os.environ.update(environment, **{PARENT: str(parent), LOG: str(logs / f"rank-{rank}.log")})
-                os.setsid()
-                _prctl(_PR_SET_NAME, f"rank {rank}".encode())
-                code = act()
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-            finally:
-                os._exit(code)
-        pids[rank] = pid
-    return pids
+        with warnings.catch_warnings():
+            # Python warns of any thread, also of those that numpy's BLAS ends before a fork.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pids[rank] = os.fork()
+        if not pids[rank]:
+            os.environ.update(replace(first, rank=rank, local_rank=rank).environment())
+            if rank or not terminal:
+                os.environ[LOG] = str(logs / f"rank-{rank}.log")
+            # ps and top show it: the command line is the same for all ranks.
+            _prctl(_PR_SET_NAME, f"rank {rank}".encode())
+            return True, pids
+    return False, pids
 
 
 def hear_stop_signals() -> None:
@@ -128,26 +145,6 @@ def end_with_parent() -> None:
     if os.getppid() != int(parent):
         # The launcher died before the call of prctl.
         sys.exit(1)
-
-
-def _fork() -> int:
-    with warnings.catch_warnings():
-        # Python warns of any thread, also of those that numpy's BLAS ends before a fork.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return os.fork()
-
-
-def _become(environment: dict[str, str], rank: int, logs: Path, forking: int) -> None:
-    """Become a separate rank: environment, log, session and name; wait until the launcher is the parent."""
-    os.environ.update(environment)
-    if rank:
-        os.environ[LOG] = str(logs / f"rank-{rank}.log")
-    # ps and top show it: the command line is the same for all ranks.
-    _prctl(_PR_SET_NAME, f"rank {rank}".encode())
-    while os.getppid() == forking:
-        time.sleep(_ADOPTION_POLL_SECONDS)
-    # Until now, the launcher can end the ranks with the process that forks them, as one group.
-    os.setsid()
 
 
 def _prctl(option: int, value: int | bytes) -> bool:

@@ -139,7 +139,11 @@ def main(
             stack.enter_context(stop.at_once(active=True, patience_seconds=EARLY_SECONDS))
             recipe = shared or _read_recipe(run, attempt, config_line)
             if ranks.rank == 0:
-                _begin_after_earlier_attempt(start_up, run, attempt)
+                # The same launcher may have made the attempt before.
+                with contextlib.suppress(TitanlabError):
+                    earlier = run.result(attempt - 1) if attempt is not None and attempt > 1 else None
+                    if earlier is not None and earlier.ended:
+                        start_up.begin_after(earlier.ended)
             watchdog = _watchdog(recipe, run, ranks, attempt)
             stack.callback(watchdog.close)
             _set_environment(recipe, ranks, console)
@@ -186,14 +190,6 @@ def _read_recipe(run: RunFolder, attempt: int | None, config_line: str | None = 
     # This imports the schemas of all options.
     with kept_imports():
         return from_mapping(config)
-
-
-def _begin_after_earlier_attempt(start_up: StartUp, run: RunFolder, attempt: int | None) -> None:
-    """Let the start-up begin after the attempt before, which the same launcher may have made."""
-    with contextlib.suppress(TitanlabError):
-        earlier = run.result(attempt - 1) if attempt is not None and attempt > 1 else None
-        if earlier is not None and earlier.ended:
-            start_up.begin_after(earlier.ended)
 
 
 def _import_before_fork(run: RunFolder, start_up: StartUp) -> Recipe | None:
@@ -282,10 +278,13 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | N
 
 def _set_environment(recipe: Recipe, ranks: Ranks, console: Console) -> None:
     variables = environment(recipe, ranks)
-    for name in variables.keys() & os.environ.keys() if recipe.launch.threads is None and ranks.rank == 0 else ():
-        here = counted(ranks.local_world, "process", "processes")
-        rule = f"{here} on this host would use more threads than there are cores"
-        console.warn(f"{name}={os.environ[name]}: {rule}; each uses {variables[name]} (launch.threads overrides it)")
+    if recipe.launch.threads is None and ranks.rank == 0:
+        for name in variables.keys() & os.environ.keys():
+            here = counted(ranks.local_world, "process", "processes")
+            rule = f"{here} on this host would use more threads than there are cores"
+            console.warn(
+                f"{name}={os.environ[name]}: {rule}; each uses {variables[name]} (launch.threads overrides it)"
+            )
     os.environ.update(variables)
 
 
@@ -337,11 +336,10 @@ def _keep_freed_memory() -> None:
     step (mallopt(3): M_MMAP_MAX, M_TRIM_THRESHOLD). Other C libraries have no mallopt; then nothing changes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    trim_threshold, mmap_max, never, none = -1, -4, 2**31 - 1, 0
-    mallopt(trim_threshold, never)
-    mallopt(mmap_max, none)
+    if mallopt is not None:
+        trim_threshold, mmap_max = -1, -4
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_max, 0)
 
 
 def _write_to_own_log() -> None:

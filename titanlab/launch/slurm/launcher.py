@@ -10,6 +10,7 @@ a node fails, even its first node: then its batch script is gone, and only its t
 from __future__ import annotations
 
 import calendar
+import contextlib
 import os
 import re
 import shutil
@@ -34,9 +35,16 @@ from titanlab.launch.contract import (
 )
 from titanlab.launch.evidence import early_end
 from titanlab.launch.launchers_schema import Slurm
-from titanlab.launch.slurm import batch, site, states
-from titanlab.launch.slurm.command import accounted_since, ask_slurm, expression_of, hosts, node_address, scontrol
-from titanlab.launch.slurm.states import REFUSED, memory_word, slurm_states
+from titanlab.launch.slurm import batch, command, site
+from titanlab.launch.slurm.command import (
+    REFUSED,
+    accounted_since,
+    ask_slurm,
+    expression_of,
+    hosts,
+    node_address,
+    scontrol,
+)
 from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder, token_of
 from titanlab.records import OutcomeKind
 from titanlab.system import Finding
@@ -74,7 +82,7 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        return has_submitit() and all(shutil.which(command) is not None for command in site.COMMANDS)
+        return has_submitit() and all(shutil.which(name) is not None for name in site.COMMANDS)
 
     def silence(self) -> str | None:
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
@@ -115,7 +123,7 @@ class SlurmLauncher(Launcher):
         return next((row[1].split("_")[0] for row in rows if len(row) == 2 and token_of(row[0]) == token), None)
 
     def states(self, sweep: Path, submitted: Sequence[Submission]) -> dict[JobKey, JobState]:
-        return slurm_states(submitted, sweep)
+        return command.slurm_states(submitted, sweep)
 
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
@@ -138,14 +146,13 @@ class SlurmLauncher(Launcher):
         return f"{submission.job_id}_{index}" if submission.job_id else None
 
     def end_of(self, state: JobState) -> JobEnd | None:
-        return states.end_of(state)
+        return command.end_of(state)
 
     def end_in_queue(self, state: JobState) -> JobEnd | None:
-        return states.end_in_queue(state)
+        return command.end_in_queue(state)
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
-        word = memory_word(jobs_folder(sweep), f"{submission.job_id}_{index}")
-        return None if word is None else replace(word, said=f"Slurm says: {word.said}")
+        return command.memory_word(jobs_folder(sweep), f"{submission.job_id}_{index}")
 
     def early_end(self, sweep: Path, submission: Submission, index: int) -> str | None:
         # Skip srun's lines: they only give the exit codes of tasks.
@@ -185,28 +192,26 @@ class SlurmLauncher(Launcher):
     def stop_reason(self, signal_name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
         # Use the id with the array index: the last job's own number is also the number of the whole array.
         facts, job = _job_facts(place.job_id), f"job {place.job_id}"
-        if facts.get("PreemptTime", "None") not in ("None", "Unknown") or facts.get("JobState") == "PREEMPTED":
-            return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is preempted ({signal_name})")
-        if int(facts.get("Restarts") or 0) > place.restart:
-            return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} is put back into the queue ({signal_name})")
-        if facts.get("Reason") == "NodeDown" or facts.get("JobState") in ("NODE_FAIL", "BOOT_FAIL"):
+        state, why, end = facts.get("JobState"), facts.get("Reason"), _seconds(facts.get("EndTime", ""))
+        if facts.get("PreemptTime", "None") not in ("None", "Unknown") or state == "PREEMPTED":
+            kind, cause = OutcomeKind.PREEMPTED, f"{job} is preempted ({signal_name})"
+        elif int(facts.get("Restarts") or 0) > place.restart:
+            kind, cause = OutcomeKind.PREEMPTED, f"{job} is put back into the queue ({signal_name})"
+        elif why == "NodeDown" or state in ("NODE_FAIL", "BOOT_FAIL"):
             # The other nodes can save; the scheduler reports the lost node after the end.
-            return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"a node of {job} failed ({signal_name})")
-        if facts.get("Reason") == "TimeLimit" or facts.get("JobState") == "TIMEOUT":
-            return StopReason(kind=OutcomeKind.WALLTIME, cause=f"the time limit of {job} is reached ({signal_name})")
-        if facts.get("JobState") in ("COMPLETING", "CANCELLED"):
-            return StopReason(kind=OutcomeKind.CANCELLED, cause=f"{job} was cancelled ({signal_name})")
-        end = _seconds(facts.get("EndTime", ""))
-        if end is not None and end - time.time() <= signal_seconds + EARLY_SECONDS:
+            kind, cause = OutcomeKind.PREEMPTED, f"a node of {job} failed ({signal_name})"
+        elif why == "TimeLimit" or state == "TIMEOUT":
+            kind, cause = OutcomeKind.WALLTIME, f"the time limit of {job} is reached ({signal_name})"
+        elif state in ("COMPLETING", "CANCELLED"):
+            kind, cause = OutcomeKind.CANCELLED, f"{job} was cancelled ({signal_name})"
+        elif end is not None and end - time.time() <= signal_seconds + EARLY_SECONDS:
             left = max(0, round(end - time.time()))
-            return StopReason(
-                kind=OutcomeKind.WALLTIME, cause=f"{left} s are left of the time limit of {job} ({signal_name})"
-            )
-        if signal_name == signal.SIGTERM.name and facts:
-            return StopReason(
-                kind=OutcomeKind.CANCELLED, cause=f"{job} was sent {signal_name}, and Slurm knows no reason"
-            )
-        return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"{job} was warned by {signal_name}")
+            kind, cause = OutcomeKind.WALLTIME, f"{left} s are left of the time limit of {job} ({signal_name})"
+        elif signal_name == signal.SIGTERM.name and facts:
+            kind, cause = OutcomeKind.CANCELLED, f"{job} was sent {signal_name}, and Slurm knows no reason"
+        else:
+            kind, cause = OutcomeKind.PREEMPTED, f"{job} was warned by {signal_name}"
+        return StopReason(kind=kind, cause=cause)
 
     def requeue(self, place: ProcessPlace) -> str | None:
         if int(_job_facts(place.job_id).get("Restarts") or 0) > place.restart:
@@ -264,16 +269,13 @@ def joined_step(environ: Mapping[str, str]) -> Ranks | None:
         return None
     if "MASTER_ADDR" in environ:
         return ranks
-    return replace(ranks, address="127.0.0.1" if ranks.local_world == ranks.world else _reachable(ranks.address))
-
-
-def _reachable(node: str) -> str:
-    """The name of a node, or the address by which Slurm reaches it if its name does not resolve."""
+    if ranks.local_world == ranks.world:
+        return replace(ranks, address="127.0.0.1")
     try:
-        socket.getaddrinfo(node, None)
+        socket.getaddrinfo(ranks.address, None)
     except OSError:
-        return node_address(node) or node
-    return node
+        return replace(ranks, address=node_address(ranks.address) or ranks.address)
+    return ranks
 
 
 def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
@@ -282,17 +284,31 @@ def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     Raises:
         ConfigError: one of Slurm's variables is missing or is not a number.
     """
+    world = _slurm_world(environ)
+    # Tasks of each node of the step: `4(x2),3`.
+    counts: list[int] = []
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+    for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", tasks):
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = number(environ, "SLURM_NODEID", 0)
+    # Whether the only GPU that this task sees belongs to this task alone. Without such a variable, compare with the
+    # driver, which shows all GPUs of the node (in a container perhaps not).
+    is_bound = world > 1 and "CUDA_VISIBLE_DEVICES" in environ
     return Ranks(
         rank=number(environ, "SLURM_PROCID"),
-        world=_slurm_world(environ),
+        world=world,
         local_rank=number(environ, "SLURM_LOCALID"),
-        local_world=_slurm_local_world(environ),
+        local_world=counts[node] if node < len(counts) else 1,
         address=environ.get("MASTER_ADDR") or [*hosts(environ.get("SLURM_STEP_NODELIST", "")), "127.0.0.1"][0],
         port=number(environ, "MASTER_PORT", _port(environ)),
         started_by="slurm",
         is_counted=True,
-        has_own_gpu=_has_own_gpu(environ),
+        has_own_gpu=is_bound and (any(name in environ for name in _GPUS_OF_A_TASK) or gpus() > 1),
     )
+
+
+def _slurm_world(environ: Mapping[str, str]) -> int:
+    return number(environ, "SLURM_STEP_NUM_TASKS", number(environ, "SLURM_NTASKS", 1))
 
 
 def _port(environ: Mapping[str, str]) -> int:
@@ -304,29 +320,6 @@ def _port(environ: Mapping[str, str]) -> int:
     """
     job, step = number(environ, "SLURM_JOB_ID", 0), number(environ, "SLURM_STEP_ID", 0)
     return 20_000 + (97 * job + step) % 12_768
-
-
-def _has_own_gpu(environ: Mapping[str, str]) -> bool:
-    """Whether the only GPU that this task sees belongs to this task alone."""
-    if _slurm_world(environ) == 1 or "CUDA_VISIBLE_DEVICES" not in environ:
-        return False
-    # Without such a variable, compare with the driver, which shows all GPUs of the node (in a container perhaps not).
-    return any(name in environ for name in _GPUS_OF_A_TASK) or gpus() > 1
-
-
-def _slurm_world(environ: Mapping[str, str]) -> int:
-    return number(environ, "SLURM_STEP_NUM_TASKS", number(environ, "SLURM_NTASKS", 1))
-
-
-def _slurm_local_world(environ: Mapping[str, str]) -> int:
-    """Tasks on this node: `SLURM_STEP_TASKS_PER_NODE` reads `4(x2),3`."""
-    node = number(environ, "SLURM_NODEID", 0)
-    counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1")).split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match:
-            counts += [int(match[1])] * int(match[2] or 1)
-    return counts[node] if node < len(counts) else 1
 
 
 def _undecided(problem: str | None) -> ConfigError:
@@ -346,7 +339,6 @@ def _job_facts(job: str) -> Mapping[str, str]:
 
 def _seconds(text: str) -> float | None:
     """Slurm's time, which `scontrol` prints in UTC, in seconds since the epoch; None for text that is not a time."""
-    try:
+    with contextlib.suppress(ValueError):
         return calendar.timegm(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:
-        return None
+    return None

@@ -109,7 +109,7 @@ def _partitions() -> dict[str, _Partition] | str:
 
 
 def check_slurm(config: Slurm) -> Iterator[Finding]:
-    """Check commands, controller, partitions, a test submission, and settings."""
+    """What `titanlab doctor` says of commands, controller, partitions, a test submission, and settings."""
     missing = [command for command in _SITE_COMMANDS if shutil.which(command) is None]
     if len(missing) == len(_SITE_COMMANDS):
         yield ok("Slurm", "is not on this host; launch=local needs none")
@@ -124,17 +124,6 @@ def check_slurm(config: Slurm) -> Iterator[Finding]:
     if not partitions:
         yield fail("partitions", "sinfo lists none that can be read", "see `sinfo`")
         return
-    yield from _check_partitions(partitions, config)
-    yield _check_submission(config)
-    settings = _settings()
-    if not settings:
-        hint = "see `scontrol show config`: requeue and preemption are not known"
-        yield warn("settings", "scontrol show config says nothing", hint)
-        return
-    yield from check_settings(settings, config)
-
-
-def _check_partitions(partitions: Mapping[str, _Partition], config: Slurm) -> Iterator[Finding]:
     names = [name for name in partitions if name]
     shown = ", ".join(f"{name} ({partitions[name].nodes})" for name in names[:8]) + (" …" if len(names) > 8 else "")
     targets = (config.partition or partitions.get("", _Partition()).name).split(",")
@@ -151,6 +140,14 @@ def _check_partitions(partitions: Mapping[str, _Partition], config: Slurm) -> It
         yield ok("devices of nodes", ", ".join(devices[:6]))
     elif config.ask_for_gpus:
         yield ok("devices of nodes", "none that Slurm manages; on nodes with GPUs: launch.ask_for_gpus=false")
+    yield _check_submission(config)
+    text = ask_slurm("scontrol", "show", "config", seconds=_SITE_SECONDS).output or ""
+    settings = dict(re.findall(r"^(\w+)[ \t]*=[ \t]*(.*?)[ \t]*$", text, re.MULTILINE))
+    if settings:
+        yield from check_settings(settings, config)
+    else:
+        hint = "see `scontrol show config`: requeue and preemption are not known"
+        yield warn("settings", "scontrol show config says nothing", hint)
 
 
 def _check_submission(config: Slurm) -> Finding:
@@ -160,25 +157,15 @@ def _check_submission(config: Slurm) -> Finding:
         check([(config, shape)])
     except ConfigError as error:
         return fail("submission", error.problem, error.cure)
-    flags = {
-        name: getattr(config, name)
-        for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude")
-        if getattr(config, name) is not None
-    }
-    if config.minutes is not None:
-        flags["time"] = config.minutes
-    words = [f"--{name}={value}" for name, value in flags.items()]
+    names = ("partition", "account", "qos", "constraint", "nodelist", "exclude")
+    flags = {**{name: getattr(config, name) for name in names}, "time": config.minutes}
+    words = [f"--{name}={value}" for name, value in flags.items() if value is not None]
     answer = ask_slurm("sbatch", "--test-only", "--nodes=1", "--ntasks=1", *words, "--wrap=true", seconds=_SITE_SECONDS)
     if answer.output is None:
         return fail("submission", str(answer.problem), "set the keys of launch: account, partition, qos, minutes")
     # Slurm prints it on standard error: `sbatch: Job 12 to start at … using 1 processors on nodes n1 in partition gpu`.
     when = re.search(r"to start at (\S+)", answer.errors + answer.output)
     return ok("submission", f"a job of one task could start at {when[1]}" if when else "Slurm would take a job")
-
-
-def _settings() -> dict[str, str]:
-    text = ask_slurm("scontrol", "show", "config", seconds=_SITE_SECONDS).output or ""
-    return {match[1]: match[2].strip() for match in re.finditer(r"^(\w+)[ \t]*=[ \t]*(.*)$", text, re.MULTILINE)}
 
 
 def check_settings(settings: Mapping[str, str], config: Slurm) -> Iterator[Finding]:
@@ -193,17 +180,28 @@ def check_settings(settings: Mapping[str, str], config: Slurm) -> Iterator[Findi
         yield warn("requeue", "launch.requeue=false", "a job that is preempted, or whose time is over, ends for good")
     else:
         yield ok("requeue", f"JobRequeue={requeue}" if requeue else "launch.requeue=true")
-    yield _preemption(settings)
+    kind, mode = settings.get("PreemptType", "preempt/none"), settings.get("PreemptMode", "OFF").upper()
+    text = f"{kind.removeprefix('preempt/')}, mode {settings.get('PreemptMode')}"
+    if kind in ("preempt/none", "(null)") or mode == "OFF":
+        yield ok("preemption", "off: no job has to give way")
+    elif "CANCEL" in mode or "REQUEUE" in mode:
+        exempt = settings.get("PreemptExemptTime", "")
+        note = f", not in its first {exempt}" if seconds_of(exempt) else ""
+        saves = "a run saves, and goes back into the queue; GraceTime of the partition counts"
+        yield ok("preemption", f"{text}{note}: {saves}")
+    elif "SUSPEND" in mode or "GANG" in mode:
+        hint = "a suspended run looks like one that hangs: raise training.step_timeout_seconds"
+        yield warn("preemption", f"{text}: jobs are stopped and go on later", hint)
+    else:
+        yield ok("preemption", text)
     accounting = settings.get("AccountingStorageType", "")
     if accounting in ("", "(null)", "accounting_storage/none"):
         text = "off: some minutes after its end, Slurm forgets how a job ended"
-        yield warn(
-            "accounting", text, "titanlab then judges by its own records; `titanlab status` soon after an end helps"
-        )
+        hint = "titanlab then judges by its own records; `titanlab status` soon after an end helps"
+        yield warn("accounting", text, hint)
     else:
-        answer = ask_slurm(
-            "sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID", seconds=_SITE_SECONDS
-        )
+        words = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID")
+        answer = ask_slurm(*words, seconds=_SITE_SECONDS)
         if answer.output is None:
             hint = "how jobs ended is not known until it answers"
             yield warn("accounting", f"{accounting}; {answer.problem}", hint)
@@ -218,20 +216,3 @@ def check_settings(settings: Mapping[str, str], config: Slurm) -> Iterator[Findi
     if kill and kill[0].isdecimal() and config.signal_seconds < int(kill[0]):
         text = f"launch.signal_seconds={config.signal_seconds} is less than KillWait ({kill[0]} s)"
         yield warn("time to save", text, "give a step and a checkpoint enough time: launch.signal_seconds=120")
-
-
-def _preemption(settings: Mapping[str, str]) -> Finding:
-    kind, mode = settings.get("PreemptType", "preempt/none"), settings.get("PreemptMode", "OFF")
-    if kind in ("preempt/none", "(null)") or mode.upper() == "OFF":
-        return ok("preemption", "off: no job has to give way")
-    exempt = settings.get("PreemptExemptTime", "")
-    text = f"{kind.removeprefix('preempt/')}, mode {mode}"
-    if "CANCEL" in mode.upper() or "REQUEUE" in mode.upper():
-        note = f", not in its first {exempt}" if seconds_of(exempt) else ""
-        return ok(
-            "preemption", f"{text}{note}: a run saves, and goes back into the queue; GraceTime of the partition counts"
-        )
-    if "SUSPEND" in mode.upper() or "GANG" in mode.upper():
-        hint = "a suspended run looks like one that hangs: raise training.step_timeout_seconds"
-        return warn("preemption", f"{text}: jobs are stopped and go on later", hint)
-    return ok("preemption", text)

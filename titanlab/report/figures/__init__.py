@@ -1,4 +1,7 @@
-"""Figures of a sweep with matplotlib; each function returns one figure, without a window."""
+"""Figures of a sweep with matplotlib; each function returns one figure, without a window.
+
+Their argument `runs` is the frame of `sweep_frame`, or the rows of a table; `steps` is that of `metrics_frame`.
+"""
 
 from titanlab.report.figures.bars import memory_by_layout, outcomes, throughput_by_layout
 from titanlab.report.figures.over_time import ExpertLoad, expert_load, loss_by_tokens

@@ -33,7 +33,6 @@ def throughput_by_layout(
     """Tokens per second of each recipe: bars are geometric means over repeats, points the runs.
 
     Args:
-        runs: the frame of `sweep_frame`, or the rows of a table.
         together: show the speed of all devices together instead of one device.
         ranked: put the fastest recipe on top instead of the sweep's first one; oversubscribed recipes come last.
         bands: an interval for each recipe, by its label, drawn as a line with ends.
@@ -47,22 +46,17 @@ def throughput_by_layout(
         )
 
     def text(group: RecipeRuns, value: float) -> str:
-        mfu, whole = group.typical("mfu_percent"), group.typical("tokens_per_second_all")
-        if together:
-            return grouped(value)
-        total = "" if group.world == 1 or whole is None else f", {grouped(whole)} together"
-        return grouped(value) + total + ("" if mfu is None else f"  (MFU {mfu:.1f}%)")
+        words, mfu, whole = grouped(value), group.typical("mfu_percent"), group.typical("tokens_per_second_all")
+        if not together and group.world > 1 and whole is not None:
+            words += f", {grouped(whole)} together"
+        return words if together or mfu is None else f"{words}  (MFU {mfu:.1f}%)"
 
     label = f"tokens per second of {of}, median step after warm-up"
     return _bars(compared, column, "throughput", label, text, bands=bands or {})
 
 
 def memory_by_layout(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
-    """Peak memory of each recipe: bars are medians over repeats, points the runs.
-
-    Args:
-        runs: the frame of `sweep_frame`, or the rows of a table.
-    """
+    """Peak memory of each recipe: bars are medians over repeats, points the runs."""
     compared = groups(style.records_of(runs))
     on_gpu = {row["accelerator"] for group in compared for row in group.rows} == {"cuda"}
     kind = "reserved by the allocator" if on_gpu else "resident memory of the process on a CPU"
@@ -116,9 +110,8 @@ def _bars(
             description = f"{row['run']}: {significant(row[column], 4)}"
             figure.trace(point, runs=[row["run"]], columns=[column], text=description)
         furthest_mark = min(furthest, max(value, *(band or ()), *(row[column] for row in measured)))
-        axis.text(
-            furthest_mark + 0.02 * furthest, place, text(group, value), va="center", fontsize=8.5, color=style.INK
-        )
+        words: dict[str, Any] = {"va": "center", "fontsize": 8.5, "color": style.INK}
+        axis.text(furthest_mark + 0.02 * furthest, place, text(group, value), **words)
     axis.set_xlim(0, furthest * _ROOM)
     labels = [f"{group.label} (control)" if group.is_control else group.label for group in shown]
     style.label_bars(axis, labels, len(compared))
@@ -131,23 +124,12 @@ def _bars(
 
 _TONES = {"good": style.GREEN, "busy": style.SKY, "idle": style.GREY, "halted": style.YELLOW, "bad": style.RED}
 # Outcomes also differ in black and white, and bad outcomes, which share a colour, differ from each other.
-_HATCHES = {
-    "crash": "xx",
-    "oom": "//",
-    "hang": "\\\\",
-    "nan": "..",
-    "data": "++",
-    "node_fail": "oo",
-    "infeasible": "--",
-}
+_HATCHES = {"crash": "xx", "oom": "//", "hang": "\\\\", "nan": ".."}
+_HATCHES |= {"data": "++", "node_fail": "oo", "infeasible": "--"}
 
 
 def outcomes(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
-    """The outcomes or current states of each recipe's runs; dropped points have separate bars.
-
-    Args:
-        runs: the frame of `sweep_frame`, or the rows of a table.
-    """
+    """The outcomes or current states of each recipe's runs; dropped points have separate bars."""
     from matplotlib.ticker import MaxNLocator
 
     rows = style.records_of(runs)
@@ -158,23 +140,16 @@ def outcomes(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
     counts += [(f"(dropped: {stage})", Counter({"dropped": count})) for stage, count in stages.items()]
     colours = {state_word(row): _TONES[state_tone(row)] for row in rows}
     kinds = [kind.value for kind in OutcomeKind]
-    order = [*kinds, *sorted({*colours} - {*kinds, "dropped"}), "dropped"]
     shown = counts[: style.MOST_BARS]
     figure, axis = style.new_bars(len(shown), "outcomes")
-    for name in order:
-        starts = [sum(by_word[earlier] for earlier in order[: order.index(name)]) for _, by_word in shown]
+    starts = [0] * len(shown)
+    for name in (*kinds, *sorted({*colours} - {*kinds, "dropped"}), "dropped"):
         lengths = [by_word[name] for _, by_word in shown]
         if any(lengths):
-            axis.barh(
-                range(len(shown)),
-                lengths,
-                left=starts,
-                height=0.72,
-                color=colours.get(name, style.GREY),
-                edgecolor=style.WHITE,
-                hatch=_HATCHES.get(name),
-                label=f"{name} ({sum(by_word[name] for _, by_word in counts)})",
-            )
+            look: dict[str, Any] = {"color": colours.get(name, style.GREY), "hatch": _HATCHES.get(name)}
+            label = f"{name} ({sum(by_word[name] for _, by_word in counts)})"
+            axis.barh(range(len(shown)), lengths, 0.72, starts, edgecolor=style.WHITE, label=label, **look)
+            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
     style.label_bars(axis, [label for label, _ in shown], len(counts))
     axis.set_xlabel("runs, or points")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))

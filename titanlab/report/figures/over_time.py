@@ -13,8 +13,8 @@ import numpy as np
 from titanlab.costs import meter
 from titanlab.report.figures import style
 from titanlab.system import counted, short, significant
+from titanlab.techniques.schedule.action import Timeline
 from titanlab.techniques.schedule.plot import draw_legend, draw_panel, figure_size
-from titanlab.techniques.schedule.timeline import Timeline
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -35,7 +35,6 @@ def loss_by_tokens(
     """Training loss against tokens, one line for each run; lines that cover each other have different widths.
 
     Args:
-        steps: the frame of `metrics_frame`, or its rows.
         labels: of the lines, by run folder; None: the name and the layout of the run.
         colours: likewise; None: one after the other.
     """

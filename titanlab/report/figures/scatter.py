@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlab.report.figures import style
 from titanlab.sweep import RecipeRuns, groups, state_tone, state_word
@@ -28,18 +27,12 @@ _FAR = 0.6  # share of the largest speed below which the smallest one must be fo
 _NEAR = 0.03  # share of an axis within which numbers would cover each other
 
 
-@dataclass(frozen=True)
-class ParetoPoint:
+class ParetoPoint(NamedTuple):
     """One recipe: the median of its memory and the geometric mean of its speed, over its runs that are done."""
 
     group: RecipeRuns
     memory: float
     speed: float
-
-    @property
-    def runs(self) -> list[str]:
-        """Folders of the runs that have been measured."""
-        return [row["run"] for row in self.group.rows if row["outcome"] == "done"]
 
 
 def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "tokens_per_second") -> TracedFigure:
@@ -49,7 +42,6 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     estimated memory.
 
     Args:
-        runs: the frame of `sweep_frame`, or the rows of a table.
         speed: `tokens_per_second` or `mfu_percent`.
     """
     rows = style.records_of(runs)
@@ -77,18 +69,12 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     size = 6.5 if len(points) <= _MANY else 4.0
     for point in sorted(points, key=lambda point: id(point) in best):
         colour = colours.get(point.group.rows[0]["run"], style.BLUE)
-        is_best, hollow = id(point) in best, point.group.is_oversubscribed
-        (mark,) = axis.plot(
-            point.memory,
-            point.speed,
-            "D" if is_best else "o",
-            markersize=size + 1 if is_best else size,
-            color=style.PALE if hollow else colour,
-            markeredgecolor=colour if hollow else style.INK,
-            markeredgewidth=0.8,
-        )
+        shape, larger = ("D", 1) if id(point) in best else ("o", 0)
+        look = style.point_look(colour, hollow=point.group.is_oversubscribed)
+        (mark,) = axis.plot(point.memory, point.speed, shape, markersize=size + larger, **look)
         description = f"{point.group.label}: {significant(point.speed, 4)} {SPEEDS[speed]}, {point.memory:.2f} GiB"
-        figure.trace(mark, runs=point.runs, columns=[MEMORY, speed], text=description)
+        done = [row["run"] for row in point.group.rows if row["outcome"] == "done"]
+        figure.trace(mark, runs=done, columns=[MEMORY, speed], text=description)
     # The axis of speed begins at 0, unless this would put all points at the top.
     low, high = axis.get_ylim()
     speeds = [point.speed for point in points]
@@ -97,8 +83,6 @@ def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "token
     _number(figure, axis, points if len(points) <= _MOST_NUMBERS else front)
     if not points and not drawn:
         style.show_text(axis, "no run has been measured")
-        axis.set_xticks([])
-        axis.set_yticks([])
     axis.set_ylabel(SPEEDS[speed])
     axis.grid(color=style.GRID, linewidth=0.6)
     axis.set_axisbelow(True)
@@ -142,9 +126,8 @@ def _draw_failures(
         (cross,) = place.plot(
             memory, 0 if rate is None else rate, "x", markersize=7, markeredgewidth=1.8, color=style.RED, clip_on=False
         )
-        description = (
-            f"{row['run']}: {state_word(row)}, {memory:.2f} GiB{'' if columns[0] == MEMORY else ' by the estimate'}"
-        )
+        basis = "" if columns[0] == MEMORY else " by the estimate"
+        description = f"{row['run']}: {state_word(row)}, {memory:.2f} GiB{basis}"
         figure.trace(cross, runs=[row["run"]], columns=columns, text=description)
     if unknown and strip is not None:
         text = f"{counted(len(unknown), 'failed run')} of unknown memory"
@@ -194,18 +177,39 @@ _SPREAD = 8.0  # largest over smallest value from which axes are logarithmic
 
 
 def estimate_against_measurement(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
-    """A point for each run that is done: on the line the estimate is right, between the dashed lines within 20 %.
-
-    Args:
-        runs: the frame of `sweep_frame`, or the rows of a table.
-    """
+    """A point for each run that is done: on the line the estimate is right, between the dashed lines within 20 %."""
     rows = style.records_of(runs)
     figure = style.empty_figure(style.WIDTH, 3.9)
-    for axis, (measured, estimated, title, unit) in zip(figure.subplots(1, 2), PAIRS, strict=True):
+    for axis, (measured_column, estimated_column, title, unit) in zip(figure.subplots(1, 2), PAIRS, strict=True):
         style.set_axis(axis, title)
-        _draw(figure, axis, compared(rows, measured, estimated), (measured, estimated), unit)
         axis.set_xlabel(f"estimate ({unit})")
         axis.set_ylabel(f"measured ({unit})")
+        points = compared(rows, measured_column, estimated_column)
+        if not points:
+            style.show_text(axis, "no run has both")
+            continue
+        values = [value for _, *pair in points for value in pair]
+        least, most = min(values), max(values)
+        low, high = 0.0, most * 1.12
+        if most > _SPREAD * least:
+            low, high = least / 1.5, most * 1.5
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+        for share in (1.0, 1 + _BAND, 1 - _BAND):
+            look: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.9, "zorder": 1}
+            axis.plot([low, high], [share * low, share * high], ls="solid" if share == 1 else (0, (3, 2)), **look)
+        for row, measured, estimated in points:
+            hollow = bool(row["oversubscribed"]) and measured_column == "step_seconds"
+            (point,) = axis.plot(
+                estimated, measured, "o", markersize=5.5, **style.point_look(style.BLUE, hollow=hollow)
+            )
+            text = f"{row['run']}: measured {significant(measured)} {unit}, estimate {significant(estimated)} {unit}"
+            text += f" ({100 * (estimated / measured - 1):+.0f} %)"
+            figure.trace(point, runs=[row["run"]], columns=(measured_column, estimated_column), text=text)
+        axis.set_xlim(low, high)
+        axis.set_ylim(low, high)
+        axis.grid(color=style.GRID, linewidth=0.6)
+        axis.set_axisbelow(True)
     if any(row["oversubscribed"] for row, _, _ in compared(rows, *PAIRS[0][:2])):
         style.add_legend(figure, "lower left", handles=[style.hollow_mark()], labels=[style.OVERSUBSCRIBED_TEXT])
     return figure
@@ -220,48 +224,3 @@ def compared(
         for row in rows
         if row["outcome"] == "done" and (row.get(measured) or 0) > 0 and (row.get(estimated) or 0) > 0
     ]
-
-
-def _draw(
-    figure: TracedFigure,
-    axis: Axes,
-    points: Sequence[tuple[Mapping[str, Any], float, float]],
-    columns: tuple[str, str],
-    unit: str,
-) -> None:
-    if not points:
-        style.show_text(axis, "no run has both")
-        axis.set_xticks([])
-        axis.set_yticks([])
-        return
-    values = [value for _, *pair in points for value in pair]
-    least, most = min(values), max(values)
-    is_wide = most > _SPREAD * least
-    low, high = (least / 1.5, most * 1.5) if is_wide else (0.0, most * 1.12)
-    if is_wide:
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-    for share, dashes in ((1.0, "solid"), (1 + _BAND, (0, (3, 2))), (1 - _BAND, (0, (3, 2)))):
-        axis.plot(
-            [low, high], [share * low, share * high], color=style.MUTED, linewidth=0.9, linestyle=dashes, zorder=1
-        )
-    for row, measured, estimated in points:
-        hollow = bool(row["oversubscribed"]) and columns[0] == "step_seconds"
-        (point,) = axis.plot(
-            estimated,
-            measured,
-            "o",
-            markersize=5.5,
-            color=style.PALE if hollow else style.BLUE,
-            markeredgecolor=style.BLUE if hollow else style.INK,
-            markeredgewidth=0.7,
-        )
-        excess = 100 * (estimated / measured - 1)
-        description = (
-            f"measured {significant(measured)} {unit}, estimate {significant(estimated)} {unit} ({excess:+.0f} %)"
-        )
-        figure.trace(point, runs=[row["run"]], columns=columns, text=f"{row['run']}: {description}")
-    axis.set_xlim(low, high)
-    axis.set_ylim(low, high)
-    axis.grid(color=style.GRID, linewidth=0.6)
-    axis.set_axisbelow(True)

@@ -86,10 +86,15 @@ def explain_hatches(figure: Figure) -> None:
     add_legend(figure, "lower left", handles=[Patch(label=OVERSUBSCRIBED_TEXT, **OVERSUBSCRIBED)])
 
 
+def point_look(colour: str, *, hollow: bool) -> dict[str, Any]:
+    """The look of one of several points; hollow: of an oversubscribed run."""
+    return {"color": PALE if hollow else colour, "mec": colour if hollow else INK, "mew": 0.8}
+
+
 def hollow_mark() -> Any:
     from matplotlib.lines import Line2D
 
-    return Line2D([], [], ls="none", marker="o", ms=6, color=PALE, markeredgecolor=BLUE, markeredgewidth=0.8)
+    return Line2D([], [], ls="none", marker="o", ms=6, **point_look(BLUE, hollow=True))
 
 
 def line_look(place: int, count: int) -> dict[str, Any]:
@@ -102,6 +107,9 @@ def line_look(place: int, count: int) -> dict[str, Any]:
 
 
 def show_text(axis: Axes, text: str) -> None:
+    """Write a sentence in axes that have nothing to show."""
+    axis.set_xticks([])
+    axis.set_yticks([])
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=MUTED)
 
 
@@ -117,7 +125,6 @@ def label_bars(axis: Axes, labels: list[str], count: int) -> None:
     if count > len(labels):
         axis.set_ylabel(f"the first {len(labels)} of {count}", fontsize=8.5)
     if not labels:
-        axis.set_yticks([])
         show_text(axis, "no run")
 
 

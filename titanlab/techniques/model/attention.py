@@ -1,9 +1,23 @@
-"""Causal attention of full sequences, with the kernel that a model's config names."""
+"""Causal attention with the kernel that a model's config names, within the documents of packed sequences too.
+
+Sequences are packed: a row attends to the keys from its document's first token up to itself. `starts` [batch, seq]
+int64 is the place in the sequence of the first token of each token's document.
+
+On a CPU a sequence, or each document, is cut into tiles of queries, each of which meets only the keys up to the tile's
+end; several short documents share one tile. torch's CPU kernel skips masked keys in blocks of 512, so that in a short
+sequence it computes nearly the whole square. It is called here once for each tile, by one operator with its own
+backward: activation checkpointing, compilers and counters of FLOPs see one attention, which saves what torch's saves.
+FLOPs count the whole square, as usual.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,27 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.flop_counter import register_flop_formula
 
 from titanlab.costs import FLASH3, Capability, kernel_rules, prefers_flash3, with_one_flash
-from titanlab.techniques.model.documents import (
-    Documents,
-    block_mask,
-    document_tiling,
-    flex,
-    tiled_attention,
-    tiling,
-    visible,
-)
 
 FLASH3_PACKAGE = "flash_attn_interface"
 """The module that the package of FlashAttention 3 installs, which torch imports."""
 FLASH3_CURE = "install FlashAttention 3 (its folder `hopper`), or try auto"
 _NAME = "FA3"
-# Names that torch added recently; torch without one of them lacks the kernel.
-_activate: Callable[[str], None] | None = getattr(attention, "activate_flash_attention_impl", None)
-_known: Callable[[], list[str]] | None = getattr(attention, "list_flash_attention_impls", None)
-_current: Callable[[], str | None] | None = getattr(attention, "current_flash_attention_impl", None)
-_restore: Callable[..., None] | None = getattr(attention, "restore_flash_attention_impl", None)
+# torch 2.11 may lack these functions, and with them the kernel.
+_activate = getattr(attention, "activate_flash_attention_impl", None)
+_known = getattr(attention, "list_flash_attention_impls", None)
+_current = getattr(attention, "current_flash_attention_impl", None)
+_restore = getattr(attention, "restore_flash_attention_impl", None)
 
 
 def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
@@ -43,7 +50,7 @@ def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
     if capability is not None and capability[0] != 9:
         named = ".".join(map(str, capability))
         return f"is a kernel of Hopper (compute capability 9.0), and this device has {named}", "try auto"
-    if None in (_activate, _known, _current, _restore) or (_known is not None and _NAME not in _known()):
+    if _activate is None or _known is None or _current is None or _restore is None or _NAME not in _known():
         return f"is no kernel that torch {torch.__version__} can take in, as 2.13 can", "try auto, or a newer torch"
     if importlib.util.find_spec(FLASH3_PACKAGE) is None:
         return f"is a kernel of the package {FLASH3_PACKAGE}, which is not installed", FLASH3_CURE
@@ -66,11 +73,12 @@ def choose_flash(kernel: str, capability: Capability) -> bool:
     uses_flash3 = kernel == FLASH3 or (
         kernel == "auto" and prefers_flash3(capability) and flash3_missing(capability) is None
     )
-    active: Any = None if _current is None else _current()
+    active = None if _current is None else _current()
     if uses_flash3 and active != _NAME:
         reason = flash3_missing(capability)
-        if reason is not None or _activate is None:
-            raise ImportError(f"model.attention={FLASH3} {reason[0] if reason else 'is missing'}")
+        if reason is not None:
+            raise ImportError(f"model.attention={FLASH3} {reason[0]}")
+        assert _activate is not None
         try:
             _activate(_NAME)
         except RuntimeError as error:
@@ -95,7 +103,7 @@ class InnerAttention(nn.Module):
     """softmax(q·kᵀ/√head_dim)·v, causal, for q [batch, heads, seq, head_dim] and k, v with kv_heads.
 
     It is a separate module so that context parallelism can replace it. With `documents`, rows attend only to their own
-    document; see `titanlab.techniques.model.documents`.
+    document.
 
     Args:
         kernel: `auto`: on a CPU torch's kernel, for short sequences in tiles; on a GPU the fastest kernel that supports
@@ -217,3 +225,329 @@ class _Measured(NamedTuple):
     dtype: torch.dtype | None
     head_dim: int | None
     longest: int | None
+
+
+_torchs_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_torchs_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class HostStarts:
+    """Places where documents begin, [batch, seq] int64, which stay on the CPU.
+
+    FSDP2 and DDP copy the tensors among a model's arguments to its device, also those in tuples, lists and
+    dictionaries; they hand on any other object as it is.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The documents of a batch's sequences.
+
+    Attributes:
+        positions: of each token in its document, [batch, seq] int64.
+        starts: the place of the first token of each token's document in the sequence, [batch, seq] int64.
+        stays_on_host: whether `starts` is on the CPU on every device, as context parallelism needs it.
+    """
+
+    positions: Tensor
+    starts: Tensor
+    stays_on_host: bool = False
+
+    def padded(self, missing: int) -> Packed:
+        """The same with `missing` more sequences, each of one document, as padding."""
+        positions, starts = (F.pad(part, (0, 0, 0, missing)) for part in (self.positions, self.starts))
+        return Packed(positions, starts, self.stays_on_host)
+
+    def arguments(self, rows: slice) -> tuple[Tensor, Tensor | HostStarts]:
+        """The arguments of a model's forward after the tokens, for some of the sequences."""
+        starts = self.starts[rows]
+        return self.positions[rows], HostStarts(starts) if self.stays_on_host else starts
+
+
+# Rows and keys of a block that FlexAttention computes or skips; torch's default.
+_BLOCK = 128
+
+Documents = Tensor | BlockMask
+
+
+def prepared(starts: Tensor | HostStarts, kernel: str) -> Documents:
+    """The form that all blocks of a model share, for a kernel by its name in a model's config."""
+    if isinstance(starts, HostStarts):
+        return starts.tensor
+    return block_mask(starts) if starts.device.type == "cuda" and kernel == "auto" else starts
+
+
+def visible(starts: Tensor) -> Tensor:
+    """Whether a row attends to a key: bool [batch, 1, seq, seq]."""
+    places = torch.arange(starts.shape[1], device=starts.device)
+    return ((places <= places[:, None]) & (places >= starts.unsqueeze(-1))).unsqueeze(1)
+
+
+def block_mask(starts: Tensor) -> BlockMask:
+    """FlexAttention's form: which blocks of keys a block of rows skips, computes whole, or computes with a mask.
+
+    `create_block_mask` would find them from the whole square. The starts of a block's first and last row are enough,
+    because starts ascend: a row block skips keys before its first row's start, and masks keys up to its last row's
+    start.
+    """
+    seq_len = starts.shape[1]
+    count = -(-seq_len // _BLOCK)
+    blocks = torch.arange(count, device=starts.device)
+    last_rows = ((blocks + 1) * _BLOCK).clamp(max=seq_len) - 1
+    first = starts[:, blocks * _BLOCK] // _BLOCK
+    whole = torch.minimum(-(-starts[:, last_rows] // _BLOCK), blocks)
+    if seq_len % _BLOCK:
+        # The last block of rows is not full, and rows that do not exist see no keys.
+        whole[:, -1] = count - 1
+    # Masked: the blocks from `first` to `whole`, and the row block's own.
+    masked_count, whole_count = whole - first + 1, blocks - whole
+    masked = first.unsqueeze(-1) + blocks
+    masked = torch.where(blocks == masked_count.unsqueeze(-1) - 1, blocks.unsqueeze(-1), masked)
+    # Entries after the first `count` are not read, but must be valid numbers of blocks.
+    masked, others = (x.clamp(max=count - 1) for x in (masked, whole.unsqueeze(-1) + blocks))
+
+    def mask_mod(sequence: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key <= row) & (key >= starts[sequence, row])
+
+    return BlockMask.from_kv_blocks(
+        _table_of_blocks(masked_count),
+        _table_of_blocks(masked),
+        _table_of_blocks(whole_count),
+        _table_of_blocks(others),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(seq_len, seq_len),
+    )
+
+
+def _table_of_blocks(numbers: Tensor) -> Tensor:
+    """[batch, …] → int32 [batch, 1, …]: the same for all heads."""
+    return numbers.to(torch.int32).unsqueeze(1).contiguous()
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
+    """FlexAttention (arXiv 2412.05496), compiled on a GPU: its eager form computes all scores."""
+    compiled = q.device.type == "cuda" and not torch.compiler.is_compiling()
+    compute: Any = _compiled() if compiled else flex_attention
+    output: Tensor = compute(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return output
+
+
+@functools.cache
+def _compiled() -> Any:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+class Tiling(NamedTuple):
+    """How attention is cut.
+
+    rows: of queries in a tile
+    in_float32: inputs are cast to float32, and results back
+    """
+
+    rows: int
+    in_float32: bool
+
+
+# The lengths of sequences, from and to, that are faster in tiles than with torch's kernel: for heads of 32, 64 and 128,
+# shared or not, by benchmarks/attention_tiles.py (benchmarks/results/attention_tiles.json). In bfloat16 torch's kernel
+# packs all keys again for every few rows, so that short sequences are faster in float32.
+_LENGTHS = {torch.float32: (128, 1024), torch.bfloat16: (128, 767)}
+_WIDEST_HEAD = 128
+# Queries of a tile: of 32, 64, 128 and 256 the fastest, for documents of any length by benchmarks/document_masks.py.
+_ROWS_OF_TILE = 64
+
+
+def tiling(q: Tensor, k: Tensor, v: Tensor) -> Tiling | None:
+    """The fastest tiling for q, k, v [batch, heads, seq, head_dim]; None: torch's kernel for the whole square."""
+    if q.device.type != "cpu" or not (q.dtype == k.dtype == v.dtype and q.shape[2:] == k.shape[2:] == v.shape[2:]):
+        return None
+    first, last = _LENGTHS.get(q.dtype, (1, 0))
+    fits = first <= q.shape[2] <= last and q.shape[3] <= _WIDEST_HEAD
+    return Tiling(_ROWS_OF_TILE, in_float32=True) if fits else None
+
+
+def document_tiling(q: Tensor) -> Tiling:
+    """The fastest tiling within documents, for q [batch, heads, seq, head_dim]."""
+    return Tiling(_ROWS_OF_TILE, in_float32=q.dtype != torch.float64)
+
+
+@torch.library.custom_op("titanlab::tiled_attention", mutates_args=())
+def tiled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    rows: int,
+    in_float32: bool,  # noqa: FBT001 (operators take no keywords)
+) -> tuple[Tensor, Tensor]:
+    """Causal softmax(q·kᵀ/√head_dim)·v, and the logarithms of the denominators.
+
+    Args:
+        q: [batch, heads, seq, head_dim]; k and v have kv_heads, which divide the heads.
+        starts: [batch, seq] int64, the place of the first token of each token's document: a row attends to no key
+            before it; None: a sequence is one document.
+
+    Returns:
+        output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
+    """
+    out, lse = result_like(q), _denominators_of(q)
+    if in_float32:
+        q, k, v = q.float(), k.float(), v.float()
+    triangle = _triangle(q, rows)
+    for sequences, begins in _sequences(q, starts):
+        for tile in tiles(begins, rows):
+            own, keys = tile.slices(sequences)
+            mask = _mask_of_tile(triangle, begins, tile)
+            out[own], lse[own] = _torchs_forward(q[own], k[keys], v[keys], 0.0, mask is None, attn_mask=mask)
+    return out, lse
+
+
+@torch.library.custom_op("titanlab::tiled_attention_backward", mutates_args=())
+def tiled_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rows: int,
+    in_float32: bool,  # noqa: FBT001
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = result_like(q), result_like(k), result_like(v)
+    if in_float32:
+        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
+    triangle = _triangle(q, rows)
+    for sequences, begins in _sequences(q, starts):
+        # The last tile of a document meets all its keys, so the others add to its gradients of keys and values.
+        for tile in reversed(list(tiles(begins, rows))):
+            own, keys = tile.slices(sequences)
+            inputs = (grad[own], q[own], k[keys], v[keys], out[own], lse[own])
+            mask = _mask_of_tile(triangle, begins, tile)
+            dq[own], *parts = _torchs_backward(*inputs, 0.0, mask is None, attn_mask=mask)
+            for total, part in zip(totals, parts, strict=True):
+                if tile.last:
+                    total[keys] = part
+                else:
+                    total[keys] += part
+    if totals[0] is not dk:
+        dk.copy_(totals[0])
+        dv.copy_(totals[1])
+    return dq, dk, dv
+
+
+@tiled_attention.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return result_like(q), _denominators_of(q)
+
+
+@tiled_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return result_like(q), result_like(k), result_like(v)
+
+
+# Two products of the whole square forward and five backward, as torch counts its own kernels.
+for _operator, _products in (("tiled_attention", 2), ("tiled_attention_backward", 5)):
+
+    @register_flop_formula(getattr(torch.ops.titanlab, _operator))
+    def _(shape: tuple[int, ...], *_: Any, products: int = _products, **__: Any) -> int:
+        return products * 2 * math.prod(shape) * shape[2]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.rows, ctx.in_float32 = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 6
+    gradients = tiled_attention_backward(grad, *ctx.saved_tensors, ctx.rows, ctx.in_float32)
+    return *gradients, None, None, None
+
+
+tiled_attention.register_autograd(_differentiate, setup_context=_keep)
+
+
+class Tile(NamedTuple):
+    """Queries that are computed by one call: rows from `start` to `end`, which meet keys from `first` to `end`.
+
+    shared: the rows are those of several documents, all of which begin in the tile
+    last: no later tile meets these keys
+    """
+
+    first: int
+    start: int
+    end: int
+    shared: bool
+    last: bool
+
+    def slices(self, sequences: slice) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """The rows and the keys, in tensors [batch, heads, seq, …]."""
+        heads = slice(None)
+        return (sequences, heads, slice(self.start, self.end)), (sequences, heads, slice(self.first, self.end))
+
+
+def tiles(starts: list[int], rows: int) -> Iterator[Tile]:
+    """Cut one sequence, whose rows' documents begin at `starts`, into tiles of up to `rows` rows, in order.
+
+    A document of more than half a tile has tiles of its own.
+    """
+    seq_len, begin = len(starts), 0
+    group = 0  # where the waiting group of short documents begins
+    while begin < seq_len:
+        end = bisect_right(starts, starts[begin], lo=begin)
+        is_short = end - begin <= rows // 2
+        if begin > group and not (is_short and end - group <= rows):
+            yield Tile(group, group, begin, starts[begin - 1] != group, last=True)
+            group = begin
+        if not is_short:
+            for start in range(begin, end, rows):
+                yield Tile(begin, start, min(start + rows, end), False, last=start + rows >= end)
+            group = end
+        begin = end
+    if seq_len > group:
+        yield Tile(group, group, seq_len, starts[-1] != group, last=True)
+
+
+def _sequences(q: Tensor, starts: Tensor | None) -> list[tuple[slice, list[int]]]:
+    """Sequences of a batch, and where their rows' documents begin: one by one, or all together without documents."""
+    if starts is None:
+        return [(slice(None), [0] * q.shape[2])]
+    return [(slice(row, row + 1), begins) for row, begins in enumerate(starts.tolist())]
+
+
+def result_like(x: Tensor) -> Tensor:
+    """An empty tensor shaped as x, with the strides of torch's results: [batch, seq, heads, head_dim] in memory."""
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _denominators_of(q: Tensor) -> Tensor:
+    """An empty tensor for the logarithms of the denominators: float32 [batch, heads, seq]."""
+    batch, heads, seq_len, _ = q.shape
+    return q.new_empty((batch, seq_len, heads), dtype=torch.float32).transpose(1, 2)
+
+
+def _triangle(q: Tensor, rows: int) -> Tensor:
+    """The additive mask for the scores of a full tile that meets a whole sequence: [rows, seq + rows]."""
+    seq_len = q.shape[2]
+    return torch.triu(torch.full((rows, seq_len + rows), -math.inf, dtype=q.dtype, device=q.device), seq_len + 1)
+
+
+def _mask_of_tile(triangle: Tensor, starts: list[int], tile: Tile) -> Tensor | None:
+    """The additive mask for the scores of a tile: [rows, keys]; None: a causal mask is enough."""
+    before = tile.start - tile.first
+    if not before and not tile.shared:
+        return None
+    rows, keys, diagonal = tile.end - tile.start, tile.end - tile.first, triangle.shape[1] - triangle.shape[0]
+    mask = triangle[:rows, diagonal - before : diagonal - before + keys]
+    if tile.shared:
+        places = torch.arange(tile.first, tile.end)
+        mask = mask.masked_fill(places < torch.tensor(starts[tile.start : tile.end])[:, None], -math.inf)
+    return mask

@@ -16,7 +16,7 @@ class LanguageModel(nn.Module):
 
     Positions are 0, 1, … by default. A model that masks documents also gets positions [batch, seq] and, as its third
     argument, `starts`: the place [batch, seq] of the first token of each token's document, a tensor or `HostStarts`;
-    `titanlab.techniques.model.documents.prepared` converts it for the kernel. In a pipeline stage some of the account's
+    `titanlab.techniques.model.attention.prepared` converts it for the kernel. In a pipeline stage some of the account's
     `pieces` are None or removed from `layers`; between stages inputs and outputs are hidden states [batch, seq, dim].
 
     Attributes:

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlab.techniques.model import llama_schema
-from titanlab.techniques.model.attention import InnerAttention
+from titanlab.techniques.model.attention import Documents, HostStarts, InnerAttention, prepared
 from titanlab.techniques.model.contract import ModelBuilder
-from titanlab.techniques.model.documents import Documents, HostStarts, prepared
 from titanlab.techniques.model.language_model import LanguageModel, Projections
 from titanlab.techniques.model.mixture_of_experts import MixtureOfExperts
 

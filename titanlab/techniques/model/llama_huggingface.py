@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlab.errors import ConfigError
 from titanlab.techniques.model.contract import Foreign, HuggingFaceFamily
-from titanlab.techniques.model.llama_account import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from titanlab.costs import RoutedExperts
     from titanlab.techniques.model.llama_schema import Llama
 
-
+# titanlab's names of the embedding's table and of the head's.
+EMBEDDING, HEAD = "tok_embeddings.weight", "output.weight"
 _OUTSIDE = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 _IN_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -90,17 +90,19 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
                 places[name] = Foreign(name=_OUTSIDE[name])
                 continue
             _, layer, rest = name.split(".", 2)
-            module = rest.removesuffix(".weight")
-            block = f"model.layers.{layer}"
+            module, head, stack = rest.removesuffix(".weight"), 0, 0
             if module in _IN_BLOCK:
-                head = model.head_dim if module in _ROTATED else 0
-                places[name] = Foreign(name=f"{block}.{_IN_BLOCK[module]}.weight", head=head)
+                theirs, head = _IN_BLOCK[module], model.head_dim if module in _ROTATED else 0
             elif module == "feed_forward.router":
-                places[name] = Foreign(name=f"{block}.{self.expert_module}.gate.weight")
+                theirs = f"{self.expert_module}.gate"
             else:
-                theirs = f"{block}.{self.expert_module}.experts.{{}}.{self.expert_matrices[module[-2:]]}.weight"
-                stack = tuple(theirs.format(number) for number in range(_routed(model).count))
-                places[name] = Foreign(name=theirs.format("*"), stack=stack)
+                theirs, stack = (
+                    f"{self.expert_module}.experts.*.{self.expert_matrices[module[-2:]]}",
+                    _routed(model).count,
+                )
+            theirs = f"model.layers.{layer}.{theirs}.weight"
+            experts = tuple(theirs.replace("*", str(number)) for number in range(stack))
+            places[name] = Foreign(name=theirs, head=head, stack=experts)
         return places
 
     def copies(self, model: Llama) -> dict[str, str]:
@@ -164,49 +166,42 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
 
 
 def _rope(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-    parameters, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+    """The fields of the rotation. A file that describes two is refused: libraries choose differently."""
+    ropes: dict[str, dict[str, Any]] = {}
+    for place in ("rope_parameters", "rope_scaling"):
+        value = config.get(place) or {}
         if not isinstance(value, Mapping):
-            raise _wrong(name, value, "must be an object", "restore the file")
-    _check_one_rope(config, parameters, scaling)
+            raise _wrong(place, value, "must be an object", "restore the file")
+        # Either key may be null.
+        kinds = [kind for kind in (value.get("rope_type"), value.get("type")) if kind is not None]
+        ropes[place] = {**value, "rope_type": kinds[0] if kinds else "default"} if value else {}
+    parameters, scaling = ropes.values()
+    cure = "leave out the one that the model was not trained with"
+    for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
+        ours, theirs = parameters.get(name), scaling.get(name)
+        # If one of the two lacks the key, its value comes from the rest of the file.
+        differs = ours != theirs and (None not in (ours, theirs) or name in _SCALING.values())
+        if parameters and scaling and differs:
+            rule = f"disagrees with rope_scaling, which has {name}={_json(theirs)}"
+            raise _wrong(f"rope_parameters.{name}", _json(ours), rule, cure)
+    for place, rope in ropes.items():
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            inner, outer = rope.get(name), config.get(name)
+            if inner is not None and outer is not None and inner != outer:
+                rule = f"disagrees with {name}={_json(outer)} beside it"
+                raise _wrong(f"{place}.{name}", _json(inner), rule, cure)
     rope = parameters or scaling
-    kind = _rope_type(rope)
+    kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
         raise _wrong("rope_type", kind, "is a scaling that is not computed here", "known: default, llama3")
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         rule = "turns only part of a head, which is not computed here"
         raise _wrong("partial_rotary_factor", rope["partial_rotary_factor"], rule, "import a Llama without it")
     theta = _number(rope if rope.get("rope_theta") is not None else config, "rope_theta", default_theta)
-    if kind == "default":
-        return {"rope_theta": theta}
     fields: dict[str, Any] = {"rope_theta": theta}
-    for ours, theirs in _SCALING.items():
+    for ours, theirs in _SCALING.items() if kind == "llama3" else ():
         fields[ours] = (whole_number if ours == "rope_original_context" else _number)(rope, theirs)
     return fields
-
-
-def _rope_type(rope: Mapping[str, Any]) -> Any:
-    # Either key may be null.
-    return next((kind for kind in (rope.get("rope_type"), rope.get("type")) if kind is not None), "default")
-
-
-def _check_one_rope(config: Mapping[str, Any], parameters: Mapping[str, Any], scaling: Mapping[str, Any]) -> None:
-    """Check that the file describes one RoPE: if it describes two, libraries choose differently."""
-    cure = "leave out the one that the model was not trained with"
-    if parameters and scaling:
-        ropes = [{**mapping, "rope_type": _rope_type(mapping)} for mapping in (parameters, scaling)]
-        for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
-            ours, theirs = (rope.get(name) for rope in ropes)
-            # If one of the two lacks the key, its value comes from the rest of the file.
-            if ours != theirs and (None not in (ours, theirs) or name in _SCALING.values()):
-                rule = f"disagrees with rope_scaling, which has {name}={_json(theirs)}"
-                raise _wrong(f"rope_parameters.{name}", _json(ours), rule, cure)
-    for place, mapping in (("rope_parameters", parameters), ("rope_scaling", scaling)):
-        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-            inner, outer = mapping.get(name), config.get(name)
-            if inner is not None and outer is not None and inner != outer:
-                rule = f"disagrees with {name}={_json(outer)} beside it"
-                raise _wrong(f"{place}.{name}", _json(inner), rule, cure)
 
 
 def whole_number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:

@@ -37,13 +37,18 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [n, out].
     """
-    return _of_rows(rows, _aligned_rows(_aligned(weight)).transpose(1, 2), ends, weight.shape[1])
+    if not rows.shape[0]:
+        return rows.new_empty((0, weight.shape[1]))
+    product = _multiply(_aligned(rows), _aligned(weight, rows=True).transpose(1, 2), ends)
+    return product[:, : weight.shape[1]].contiguous()
 
 
 @torch.library.custom_op("titanlab::grouped_product_of_inputs", mutates_args=())
 def of_inputs(gradient: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The gradient of `rows`: [n, out] → [n, in]."""
-    return _of_rows(gradient, _aligned_rows(_aligned(weight)), ends, weight.shape[2])
+    if not gradient.shape[0]:
+        return gradient.new_empty((0, weight.shape[2]))
+    return _multiply(_aligned(gradient), _aligned(weight, rows=True), ends)[:, : weight.shape[2]].contiguous()
 
 
 @torch.library.custom_op("titanlab::grouped_product_of_weight", mutates_args=())
@@ -52,16 +57,7 @@ def of_weight(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     out, width = gradient.shape[1], rows.shape[1]
     if not rows.shape[0]:
         return rows.new_zeros((ends.shape[0], out, width))
-    product = _multiply(_aligned(gradient).t(), _aligned(rows), ends)
-    return product[:, :out, :width].contiguous()
-
-
-def _of_rows(rows: Tensor, weight: Tensor, ends: Tensor, columns: int) -> Tensor:
-    """Rows [n, in] · weight [groups, in, at least `columns`] → [n, columns]."""
-    if not rows.shape[0]:
-        return rows.new_empty((0, columns))
-    product = _multiply(_aligned(rows), weight, ends)
-    return product if product.shape[1] == columns else product[:, :columns].contiguous()
+    return _multiply(_aligned(gradient).t(), _aligned(rows), ends)[:, :out, :width].contiguous()
 
 
 @grouped_product.register_fake
@@ -113,20 +109,18 @@ def _multiply(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return _grouped_mm(left, right, offs=ends)
 
 
-def _aligned(operand: Tensor) -> Tensor:
+def _aligned(operand: Tensor, *, rows: bool = False) -> Tensor:
     """Contiguous, with zeros at the end of each row until its size is a multiple of the alignment.
 
     Zeros that are added to the inner dim of a product do not change it. A gradient may be a view with strides of 0.
+
+    Args:
+        rows: with zero rows too, until the number of rows is aligned: it is the inner dim or the row length of the
+            result.
     """
     unit = _ALIGNMENT // operand.element_size()
-    missing = -operand.shape[-1] % unit
-    return F.pad(operand, (0, missing)) if missing else operand.contiguous()
-
-
-def _aligned_rows(weight: Tensor) -> Tensor:
-    """Zero rows at the end until the number of rows is aligned: it is the inner dim or the row length of the result."""
-    missing = -weight.shape[1] % (_ALIGNMENT // weight.element_size())
-    return F.pad(weight, (0, 0, 0, missing)) if missing else weight
+    missing = (-operand.shape[-1] % unit, -operand.shape[-2] % unit if rows else 0)
+    return F.pad(operand, (0, missing[0], 0, missing[1])) if any(missing) else operand.contiguous()
 
 
 class ExpertChoice(NamedTuple):

@@ -6,11 +6,10 @@ one row, so that its scale does not depend on the layout; codes and scales are s
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +65,8 @@ class LowBitAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        with self._own_randomness():
+        devices = sorted({p.device.index or 0 for p in self._names if p.device.type == "cuda"})
+        with torch.random.fork_rng(devices=devices, enabled=self._stochastic):
             for group in self.param_groups:
                 lr = torch.tensor(group["lr"], dtype=torch.float32)
                 for parameter in group["params"]:
@@ -141,15 +141,6 @@ class LowBitAdamW(torch.optim.Optimizer):
             )
         text = f"{self._names[parameter]}/{step}/{begins}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-    @contextlib.contextmanager
-    def _own_randomness(self) -> Iterator[None]:
-        if not self._stochastic:
-            yield
-            return
-        devices = {p.device.index or 0 for p in self._names if p.device.type == "cuda"}
-        with torch.random.fork_rng(devices=sorted(devices)):
-            yield
 
 
 def _cuts_of_rows(parameter: Tensor) -> int:

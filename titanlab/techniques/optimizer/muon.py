@@ -57,14 +57,17 @@ def map_whole(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) 
     # For the collectives, offloaded parameters must be on the mesh's device.
     locals_ = [local.to(first.device_mesh.device_type) for local in locals_]
     inner, outer = shardings[-1], shardings[:-1]
-    whole = _to_owner(locals_, inner)
+    # Matrix r goes to rank r; a rank without a matrix has zeros.
+    whole = _joined(_exchanged(locals_, inner), inner)
     if inner.group.rank() < len(matrices):
         for sharding in reversed(outer):
             whole = _gathered(whole, sharding)
         whole = function(whole)
         for sharding in outer:
             whole = torch.split(whole, list(sharding.lengths), sharding.dim)[sharding.group.rank()]
-    return [part.to(device) for part in _from_owner(whole, inner, len(matrices))]
+    own = inner.lengths[inner.group.rank()]
+    received = _exchanged(torch.split(whole, list(inner.lengths), inner.dim), inner)
+    return [part.narrow(inner.dim, 0, own).to(device) for part in received[: len(matrices)]]
 
 
 def _shardings(matrix: Tensor) -> list[_Sharding]:
@@ -91,24 +94,14 @@ def _shardings(matrix: Tensor) -> list[_Sharding]:
     return shardings
 
 
-def _to_owner(locals_: Sequence[Tensor], sharding: _Sharding) -> Tensor:
-    """Gather matrix r on rank r from all ranks' parts; ranks without a matrix get zeros."""
-    sent = _buffer(locals_[0], sharding)
-    for place, local in zip(sent, locals_, strict=False):
-        place.narrow(sharding.dim, 0, local.shape[sharding.dim]).copy_(local)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=sharding.group)
-    return _joined(received, sharding)
-
-
-def _from_owner(whole: Tensor, sharding: _Sharding, count: int) -> list[Tensor]:
-    """Scatter `count` matrices (rank r has matrix r); returns this rank's parts."""
-    sent = _buffer(whole, sharding)
-    for place, part in zip(sent, torch.split(whole, list(sharding.lengths), sharding.dim), strict=True):
+def _exchanged(parts: Sequence[Tensor], sharding: _Sharding) -> Tensor:
+    """Send part r to rank r of a group; returns what each rank has sent, padded to the longest part."""
+    sent = _buffer(parts[0], sharding)
+    for place, part in zip(sent, parts, strict=False):
         place.narrow(sharding.dim, 0, part.shape[sharding.dim]).copy_(part)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=sharding.group)
-    return [part.narrow(sharding.dim, 0, sharding.lengths[sharding.group.rank()]) for part in received[:count]]
+    return received
 
 
 def _buffer(like: Tensor, sharding: _Sharding) -> Tensor:

@@ -55,8 +55,7 @@ class Parts(PrecisionConfig):
 def parts_within(layers: int, names: tuple[str, ...], *, key: str, note: Callable[[str], None]) -> tuple[str, ...]:
     """The names of parts without those of blocks that a model of `layers` blocks lacks."""
     numbers = [str(number) for number in range(layers)]
-    fits = [part for part in names if (match := _LAYER.search(part)) is None or fnmatch.filter(numbers, match[1])]
-    kept = tuple(fits)
+    kept = tuple(part for part in names if not (block := _LAYER.search(part)) or fnmatch.filter(numbers, block[1]))
     if kept != names:
         note(f"{key} names blocks that the reduced model lacks")
     return kept
@@ -93,9 +92,8 @@ class Bf16(Parts):
         check_reduce(self.reduce, ("fp32", "bf16"))
 
     def formats(self) -> Formats:
-        return Formats(
-            master="float32", compute="bfloat16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
-        )
+        parts = tuple(self.fp32_parts)
+        return Formats(master="float32", compute="bfloat16", reduce=DTYPES[self.reduce], fp32_parts=parts)
 
     def check(self, setting: Setting) -> None:
         check_bf16(setting, self.kind)
@@ -149,10 +147,10 @@ class Fp16(Parts):
     init_scale: float = 65536.0
     dynamic: bool = True
     growth_factor: float = 2.0
-    growth_interval: int = 2000
+    growth_interval: int = field(default=2000, metadata={"least": 1})
     backoff_factor: float = 0.5
     min_scale: float = 1.0
-    max_skips: int = 20
+    max_skips: int = field(default=20, metadata={"least": 1})
 
     def __post_init__(self) -> None:
         check_reduce(self.reduce, ("fp32", "fp16"))
@@ -165,17 +163,13 @@ class Fp16(Parts):
         if not 0 < self.backoff_factor < 1:
             rule = "must lie between 0 and 1 for the scale to shrink"
             raise ConfigError("precision.backoff_factor", self.backoff_factor, rule, "try 0.5, or dynamic=false")
-        for name, cure in (("growth_interval", "try 2000"), ("max_skips", "try 20")):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"precision.{name}", getattr(self, name), "must be at least 1", cure)
         if not 0 < self.min_scale <= self.init_scale:
             rule = f"must be positive and at most init_scale={self.init_scale:g}"
             raise ConfigError("precision.min_scale", self.min_scale, rule, f"try {min(1.0, self.init_scale):g}")
 
     def formats(self) -> Formats:
-        return Formats(
-            master="float32", compute="float16", reduce=DTYPES[self.reduce], fp32_parts=tuple(self.fp32_parts)
-        )
+        parts = tuple(self.fp32_parts)
+        return Formats(master="float32", compute="float16", reduce=DTYPES[self.reduce], fp32_parts=parts)
 
     def implementation(self) -> Precision:
         from titanlab.techniques.precision.cast import ScaledCast

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from titanlab.costs import ModelAccount, Setting, hardware, linear_layers, part_shape, path_matches
+from titanlab.costs import ModelAccount, Setting, hardware, part_shape, path_matches
 from titanlab.errors import ConfigError
 from titanlab.options import option
 from titanlab.techniques.precision.cast_schema import KEY as PARTS
@@ -39,9 +39,29 @@ class Conversion:
         return text
 
 
+@functools.lru_cache(maxsize=256)
+def _conversion(layers: tuple[tuple[str, tuple[int, ...]], ...], skip: tuple[str, ...], multiple: int) -> Conversion:
+    """The layers, sorted; cached, because the recipes of a sweep ask the same of equal models."""
+    skipped = [name for name, _ in layers if any(path_matches(name, pattern) for pattern in skip)]
+    others = {name: shape for name, shape in layers if name not in set(skipped)}
+    uneven = {name: shape for name, shape in others.items() if any(size % multiple for size in shape)}
+    converted = {name: shape for name, shape in others.items() if name not in uneven}
+    return Conversion(converted=converted, skipped=tuple(skipped), uneven=uneven)
+
+
+def _format(cast_bytes: float, cast_kernels: int, *, weight_gradient: str = "float8_e4m3fn") -> ProductFormat:
+    return ProductFormat(
+        forward="float8_e4m3fn",
+        input_gradient="float8_e4m3fn",
+        weight_gradient=weight_gradient,
+        cast_bytes=cast_bytes,
+        cast_kernels=cast_kernels,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Float8(Bf16):
-    """Linear layers multiply in float8; everything else is as in bf16, with float32 master weights.
+    """Linear layers multiply in float8 by torchao; everything else is as in bf16, with float32 master weights.
 
     Experts are not `nn.Linear` layers: they multiply in bf16.
 
@@ -64,13 +84,13 @@ class Float8(Bf16):
     capability: ClassVar[tuple[int, int]] = (8, 9)
     multiple: ClassVar[int] = 16
     format: ClassVar[str] = "float8"
+    layer_class: ClassVar[str] = "torchao.float8.float8_linear.Float8Linear"
     # The gradient of a weight is a product over tokens, so their number must be a multiple too.
     multiplies_tokens: ClassVar[bool] = True
     emulates_on_gpu: ClassVar[bool] = True
-    # See `ProductFormat`. By default: read 2 bytes for the scales, then read 2 and write 1; the gradient of the weight
-    # takes both operands in the other order of memory: read 1 and write 1.
-    cast_bytes: ClassVar[float] = 7.0
-    cast_kernels: ClassVar[int] = 3
+    # Read 2 bytes for the scales, then read 2 and write 1; the gradient of the weight takes both operands in the other
+    # order of memory: read 1 and write 1.
+    product: ClassVar[ProductFormat] = _format(7.0, 3)
     mfu_note: ClassVar[str] = "model FLOPs over the bf16 peak"
 
     def __post_init__(self) -> None:
@@ -81,60 +101,30 @@ class Float8(Bf16):
             cure = f"choose one of {', '.join(EMULATE)}"
             raise ConfigError("precision.emulate", self.emulate, "no such choice", cure)
 
-    @abstractmethod
-    def implementation(self) -> Precision: ...
+    def implementation(self) -> Precision:
+        from titanlab.techniques.precision.float8 import Float8Layers
+
+        return Float8Layers(self)
 
     @property
     def gathers_float8(self) -> bool:
         return False
 
-    def check(self, setting: Setting) -> None:
-        super().check(setting)
-        if importlib.util.find_spec("torchao") is None:
-            raise ConfigError("precision", self.kind, "needs torchao", "pip install torchao, or try precision=bf16")
-        self._check_names(setting.model)
-        self.check_device(accelerator=setting.accelerator, device=setting.device)
-        capability = hardware.compute_capability(setting.device) or self.capability
-        # Emulation supports any number of tokens.
-        if setting.accelerator != "cpu" and self.multiplies_tokens and not self.emulates(capability):
-            self.check_tokens(setting)
-        self._check_dims(setting)
-        self._check_parts(setting.model)
-        self._check_joined(setting.model)
-
     def conversion(self, model: ModelAccount) -> Conversion:
         """The model's linear layers, sorted into converted and other layers."""
-        layers = linear_layers(model)
-        skipped = tuple(name for name in layers if self.skips(name))
-        converted = {name: shape for name, shape in layers.items() if self.converts(name, shape)}
-        uneven = {name: shape for name, shape in layers.items() if name not in converted and name not in skipped}
-        return Conversion(converted=converted, skipped=skipped, uneven=uneven)
-
-    def skips(self, name: str) -> bool:
-        return any(path_matches(name, pattern) for pattern in self.skip)
+        return _conversion(tuple(model.linear_layers.items()), tuple(self.skip), self.multiple)
 
     def converts(self, name: str, shape: Sequence[int]) -> bool:
-        return not self.skips(name) and not any(size % self.multiple for size in shape)
+        return name in _conversion(((name, tuple(shape)),), tuple(self.skip), self.multiple).converted
 
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
         return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
 
     def products(self, model: ModelAccount) -> Mapping[str, ProductFormat]:
-        return dict.fromkeys(self.conversion(model).converted, self.product())
+        return dict.fromkeys(self.conversion(model).converted, self.product)
 
     def product_bits(self) -> int:
         return 8
-
-    def product(self) -> ProductFormat:
-        """How a converted layer multiplies; by default all three products in float8."""
-        dtype = "float8_e4m3fn"
-        return ProductFormat(
-            forward=dtype,
-            input_gradient=dtype,
-            weight_gradient=dtype,
-            cast_bytes=self.cast_bytes,
-            cast_kernels=self.cast_kernels,
-        )
 
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
         capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
@@ -161,6 +151,45 @@ class Float8(Bf16):
             fp32_parts=parts_within(layers, self.fp32_parts, key=PARTS, note=note),
         )
 
+    def check(self, setting: Setting) -> None:
+        super().check(setting)
+        if importlib.util.find_spec("torchao") is None:
+            raise ConfigError("precision", self.kind, "needs torchao", "pip install torchao, or try precision=bf16")
+        self._check_names(setting.model)
+        self.check_device(accelerator=setting.accelerator, device=setting.device)
+        capability = hardware.compute_capability(setting.device) or self.capability
+        # Emulation supports any number of tokens.
+        if setting.accelerator != "cpu" and self.multiplies_tokens and not self.emulates(capability):
+            self.check_tokens(setting)
+        self._check_converted(setting)
+
+    def _check_names(self, model: ModelAccount) -> None:
+        """Check that `skip` names layers, and that a layer is left."""
+        # A model with a tied head lacks `output`, the default of `skip`.
+        for pattern in self.skip:
+            if pattern != HEAD and not any(path_matches(name, pattern) for name in model.linear_layers):
+                steps = dict.fromkeys(name.rpartition(".")[2] for name in model.linear_layers)
+                rule = f"{pattern} fits no linear layer"
+                raise ConfigError("precision.skip", _typed(self.skip), rule, f"there are {', '.join(steps)}")
+        found = self.conversion(model)
+        if found.uneven and (self.strict or not found.converted):
+            name, shape = next(iter(found.uneven.items()))
+            rule = f"{name} is {shape[0]}×{shape[1]}, and {self.format} products need multiples of {self.multiple}"
+            if not found.converted:
+                raise ConfigError("precision", self.kind, f"converts no layer: {rule}", "try precision=bf16")
+            raise ConfigError("precision.strict", True, rule, "try false: such layers stay as they are")
+        if not found.converted:
+            rule = "names every linear layer of the model, so that none is converted"
+            raise ConfigError("precision.skip", _typed(self.skip), rule, f"try [{HEAD}], or precision=bf16")
+
+    def check_device(self, *, accelerator: str, device: str) -> None:
+        capability = hardware.compute_capability(device)
+        if accelerator == "cpu":
+            self.check_capability(None, "a CPU")
+        # The implementation checks a GPU that is not in the table.
+        elif capability is not None:
+            self.check_capability(capability, device)
+
     def check_capability(self, capability: tuple[int, int] | None, device: str) -> None:
         """Check that a device can multiply in this format or emulates it; `capability` None: it is a CPU."""
         if self.emulates(capability):
@@ -178,50 +207,29 @@ class Float8(Bf16):
         """Check the number of tokens in a forward pass: products for gradients of weights need a multiple."""
         tokens = setting.microbatch * setting.seq_len // setting.layout.context
         if tokens % self.multiple:
-            rule = (
-                f"a process has {tokens} tokens of a microbatch, and {self.format} needs multiples of {self.multiple}"
-            )
+            needs = f"{self.format} needs multiples of {self.multiple}"
+            rule = f"a process has {tokens} tokens of a microbatch, and {needs}"
             unit = self.multiple * setting.layout.context
             near = max(unit, round(setting.seq_len / unit) * unit)
             raise ConfigError("training.seq_len", setting.seq_len, rule, f"try {near}, or precision=bf16")
 
-    def _check_names(self, model: ModelAccount) -> None:
-        layers = linear_layers(model)
-        # A model with a tied head lacks `output`, the default of `skip`.
-        for pattern in self.skip:
-            if pattern != HEAD and not any(path_matches(name, pattern) for name in layers):
-                steps = dict.fromkeys(name.rpartition(".")[2] for name in layers)
-                rule = f"{pattern} fits no linear layer"
-                raise ConfigError("precision.skip", _typed(self.skip), rule, f"there are {', '.join(steps)}")
-        sorted_layers = self.conversion(model)
-        if sorted_layers.uneven and (self.strict or not sorted_layers.converted):
-            name, shape = next(iter(sorted_layers.uneven.items()))
-            rule = f"{name} is {shape[0]}×{shape[1]}, and {self.format} products need multiples of {self.multiple}"
-            if not sorted_layers.converted:
-                raise ConfigError("precision", self.kind, f"converts no layer: {rule}", "try precision=bf16")
-            raise ConfigError("precision.strict", True, rule, "try false: such layers stay as they are")
-        if not sorted_layers.converted:
-            rule = "names every linear layer of the model, so that none is converted"
-            raise ConfigError("precision.skip", _typed(self.skip), rule, f"try [{HEAD}], or precision=bf16")
-
-    def check_device(self, *, accelerator: str, device: str) -> None:
-        capability = hardware.compute_capability(device)
-        if accelerator == "cpu":
-            self.check_capability(None, "a CPU")
-        # The implementation checks a GPU that is not in the table.
-        elif capability is not None:
-            self.check_capability(capability, device)
-
-    def _check_parts(self, model: ModelAccount) -> None:
+    def _check_converted(self, setting: Setting) -> None:
+        """Check that the converted layers can be cut, and that float32 parts and joined products fit to them."""
+        model, degree = setting.model, setting.layout.tensor
+        converted = self.conversion(model).converted
+        for name, shape in converted.items():
+            rows, columns = part_shape(model, name, shape, degree)
+            if rows % self.multiple or columns % self.multiple:
+                needs = f"{self.format} products need multiples of {self.multiple}"
+                rule = f"leaves each process {rows}×{columns} of {name}, and {needs}"
+                cure = f"try a smaller degree, or precision.skip={_typed([*self.skip, name.rpartition('.')[2]])}"
+                raise ConfigError("parallelism.tensor", degree, rule, cure)
         for piece in matched(model, self.fp32_parts):
-            inside = [name for name in self.conversion(model).converted if f"{name}.".startswith(f"{piece}.")]
+            inside = next((name for name in converted if f"{name}.".startswith(f"{piece}.")), "")
             if inside:
-                rule = f"{piece} has {inside[0]}, which multiplies in {self.format}"
+                rule = f"{piece} has {inside}, which multiplies in {self.format}"
                 cure = f"try precision.skip={_typed([*self.skip, piece])}"
                 raise ConfigError("precision.fp32_parts", _typed(self.fp32_parts), rule, cure)
-
-    def _check_joined(self, model: ModelAccount) -> None:
-        converted = self.conversion(model).converted
         for layers in (paths for joined in model.joined for paths in joined.paths(model.layers)):
             others = [name for name in layers if name not in converted]
             if others and len(others) < len(layers):
@@ -230,40 +238,15 @@ class Float8(Bf16):
                 cure = f"try false, or name all of them in precision.skip: {names}"
                 raise ConfigError("model.fused", "true", rule, cure)
 
-    def _check_dims(self, setting: Setting) -> None:
-        degree = setting.layout.tensor
-        for name, shape in self.conversion(setting.model).converted.items():
-            part = part_shape(setting.model, name, shape, degree)
-            if any(size % self.multiple for size in part):
-                rule = (
-                    f"leaves each process {part[0]}×{part[1]} of {name}, and {self.format} products need multiples "
-                    f"of {self.multiple}"
-                )
-                names = [*self.skip, name.rpartition(".")[2]]
-                cure = f"try a smaller degree, or precision.skip={_typed(names)}"
-                raise ConfigError("parallelism.tensor", degree, rule, cure)
-
 
 def _typed(names: Sequence[str]) -> str:
     """A list in the syntax of an override."""
     return f"[{','.join(names)}]"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchaoFloat8(Float8):
-    """The three recipes of torchao's `float8`."""
-
-    layer_class: ClassVar[str] = "torchao.float8.float8_linear.Float8Linear"
-
-    def implementation(self) -> Precision:
-        from titanlab.techniques.precision.float8 import Float8Layers
-
-        return Float8Layers(self)
-
-
 @option("precision", "float8_tensorwise")
 @dataclass(frozen=True, kw_only=True)
-class Float8Tensorwise(TorchaoFloat8):
+class Float8Tensorwise(Float8):
     """Float8 with one scale for each input, weight and gradient: the fastest kernels, and the coarsest rounding.
 
     Attributes:
@@ -297,31 +280,26 @@ class Float8Tensorwise(TorchaoFloat8):
 
 @option("precision", "float8_rowwise")
 @dataclass(frozen=True, kw_only=True)
-class Float8Rowwise(TorchaoFloat8):
+class Float8Rowwise(Float8):
     """Float8 with a power of two as scale for each row and column of a product: finer than tensorwise."""
 
     kind: str = "float8_rowwise"
 
     recipe: ClassVar[str] = "rowwise"
     # Each operand is scaled by row for one product and by column for another: each time read 2, read 2, write 1.
-    cast_bytes: ClassVar[float] = 10.0
-    cast_kernels: ClassVar[int] = 4
+    product: ClassVar[ProductFormat] = _format(10.0, 4)
 
 
 @option("precision", "float8_rowwise_with_gw_hp")
 @dataclass(frozen=True, kw_only=True)
-class Float8RowwiseWithGwHp(TorchaoFloat8):
+class Float8RowwiseWithGwHp(Float8):
     """Rowwise float8, but gradients of weights are multiplied in bfloat16: the finest of the three."""
 
     kind: str = "float8_rowwise_with_gw_hp"
 
     recipe: ClassVar[str] = "rowwise_with_gw_hp"
     multiplies_tokens: ClassVar[bool] = False
-    cast_bytes: ClassVar[float] = 6.0
-    cast_kernels: ClassVar[int] = 2
-
-    def product(self) -> ProductFormat:
-        return replace(super().product(), weight_gradient="bfloat16")
+    product: ClassVar[ProductFormat] = _format(6.0, 2, weight_gradient="bfloat16")
 
 
 @option("precision", "mxfp8")
@@ -342,8 +320,7 @@ class Mxfp8(Float8):
     emulates_on_gpu: ClassVar[bool] = False
     splits_products: ClassVar[bool] = False
     # Scales along both dims of an operand: each time read 2 and write 1, and the scales.
-    cast_bytes: ClassVar[float] = 6.1
-    cast_kernels: ClassVar[int] = 2
+    product: ClassVar[ProductFormat] = _format(6.1, 2)
 
     def check(self, setting: Setting) -> None:
         super().check(setting)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import re
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from titanlab.dtensor import local_part
 from titanlab.system import trimmed
 from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Memory
-from titanlab.techniques.profiler.step_parts import OTHER, PHASES
-from titanlab.techniques.profiler.trace import write_whole
+from titanlab.techniques.profiler.trace import OTHER, PHASES, write_whole
 
 RANK = "memory_by_phase/rank"
 _SAMPLE_SECONDS = 0.002
@@ -38,11 +36,9 @@ class MemoryProfiler(Profiler):
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
         self._records = on_gpu
-        self._used = resident_bytes
-        # Files of the allocator's history; titanlab writes them and reads none, because they are pickles.
-        self._snapshot: Callable[[str], Path] = lambda moment: (
-            traces / f"attempt-{attempt}-{moment}-rank-{rank}.snapshot.pickle"
-        )
+        self._used = resident_bytes()
+        # A file of the allocator's history; titanlab reads none of them, because they are pickles.
+        self._snapshot = f"{traces}/attempt-{attempt}-{{}}-rank-{rank}.snapshot.pickle"
         if on_gpu:
             device = torch.cuda.current_device()
             self._used = lambda: torch.cuda.memory_allocated(device)
@@ -59,13 +55,17 @@ class MemoryProfiler(Profiler):
         return self._sampler.phase(name)
 
     def after_step(self, step: int) -> None:
-        config = self._config
         self._steps += 1
-        place = self._steps - config.skip
         if self._sampler is not None and step == self._last:
-            self._report(step, self._sampler)
-        if place == 0 or (config.every and place > 0 and place % config.every == 0):
-            self._last = step + config.steps
+            row = largest(self.links.gather(self._sampler.close()))
+            self._sampler = None
+            peaks = ", ".join(f"{name} {row[metric(name)]:.3g} GiB" for name in PHASES if row[metric(name)])
+            text = f"memory up to step {step}, largest of the ranks: {peaks}; most on rank {int(row[RANK])}"
+            self.links.report("memory", step, row, [text])
+            if self._records:
+                self._write_snapshot(f"step-{step}")
+        if self._config.begins_after(self._steps):
+            self._last = step + self._config.steps
             self._sampler = _Sampler(self._used)
 
     def close(self) -> None:
@@ -75,17 +75,8 @@ class MemoryProfiler(Profiler):
         if self._records:
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _report(self, step: int, sampler: _Sampler) -> None:
-        self._sampler = None
-        row = largest(self.links.gather(sampler.close()))
-        peaks = ", ".join(f"{name} {row[metric(name)]:.3g} GiB" for name in PHASES if row[metric(name)])
-        text = f"memory up to step {step}, largest of the ranks: {peaks}; most on rank {int(row[RANK])}"
-        self.links.report("memory", step, row, [text])
-        if self._records:
-            self._write_snapshot(f"step-{step}")
-
     def _write_snapshot(self, moment: str) -> None:
-        path = self._snapshot(moment)
+        path = Path(self._snapshot.format(moment))
         write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self.links.failed)
 
     def _at_out_of_memory(self, *_: int) -> None:
@@ -143,12 +134,12 @@ def largest(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {**{metric(name): max(row[name] for row in rows) for name in PHASES}, RANK: rank}
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process; where the system does not tell, its peak so far."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return peak_resident_bytes()
+def resident_bytes() -> Callable[[], int]:
+    """A function that tells the resident memory of this process."""
+    import psutil
+
+    process = psutil.Process()
+    return lambda: int(process.memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
@@ -194,7 +185,7 @@ def _described(error: BaseException) -> str:
     # CUDA's message goes on with a paragraph of advice.
     head = re.split(r"\.? GPU \d|\. Error code", line)[0].rstrip(". ")
     match = _CUDA_ALLOCATED.search(message)
-    whole = float(match[1]) * _UNITS[match[2]] if match else resident_bytes()
+    whole = float(match[1]) * _UNITS[match[2]] if match else resident_bytes()()
     sizes = consumers()
     sizes["activations and the rest"] = max(0, int(whole) - sum(sizes.values()))
     parts = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
@@ -203,7 +194,7 @@ def _described(error: BaseException) -> str:
 
 
 def consumers() -> dict[str, int]:
-    """Bytes of the parameters, gradients and optimizer state of this process; shared bytes count once."""
+    """Bytes of the parameters, gradients and optimizer state of this process; shared storages count once."""
     # Not isinstance: it reads `__class__` of lazy proxies, which may import their libraries.
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     optimizers = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
@@ -211,25 +202,19 @@ def consumers() -> dict[str, int]:
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     gradients = [parameter.grad for parameter in parameters]
-    kinds: dict[str, Sequence[object]] = {"parameters": parameters, "gradients": gradients, "optimizer state": states}
-    seen = set[int]()
-    return {name: _bytes_of_new(values, seen) for name, values in kinds.items()}
-
-
-def _bytes_of_new(values: Iterable[object], seen: set[int]) -> int:
-    """Bytes of the storages that are not in `seen`; adds them to `seen`."""
-    total = 0
-    for value in values:
-        # Some kinds of tensors have no storage.
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            local = local_part(value)
-            if not isinstance(local, torch.Tensor) or local.device.type == "meta":
-                continue
-            storage = local.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
-    return total
+    sizes, seen = dict.fromkeys(("parameters", "gradients", "optimizer state"), 0), set[int]()
+    for name, values in zip(sizes, (parameters, gradients, states), strict=True):
+        for value in values:
+            # Some kinds of tensors have no storage.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                local = local_part(value)
+                if not isinstance(local, torch.Tensor) or local.device.type == "meta":
+                    continue
+                storage = local.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    sizes[name] += storage.nbytes()
+    return sizes
 
 
 def _size(count: int) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from titanlab.errors import ConfigError
 from titanlab.options import option
@@ -21,30 +22,49 @@ class NoProfiling(ProfilerConfig):
         return NoProfiler()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Windows(ProfilerConfig):
+    """The schedule of the windows of steps that are observed.
+
+    Attributes:
+        skip: steps of an attempt before the first window; where a profiler warms up, the last of them is for that.
+        every: steps from the begin of one window to the next; 0: only one window.
+    """
+
+    skip: int = field(default=5, metadata={"least": 2})
+    steps: int = field(default=3, metadata={"least": 1})
+    every: int = 0
+
+    # Steps of warm-up before each window.
+    warm_up: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.every and self.every <= self.steps + self.warm_up:
+            parts = f"a window has {self.steps} steps" + (", and one to warm up" if self.warm_up else "")
+            rule = f"must be 0, or at least {self.steps + self.warm_up + 1}: {parts}"
+            raise ConfigError("profiler.every", self.every, rule, f"try {100 * self.steps}")
+
+    def begins_after(self, steps: int) -> bool:
+        """Whether a window, or the warm-up before it, begins when the attempt has done this many steps."""
+        place = steps - self.skip + self.warm_up
+        return place == 0 or (self.every > 0 and place > 0 and place % self.every == 0)
+
+
 @option("profiler", "memory")
 @dataclass(frozen=True, kw_only=True)
-class Memory(ProfilerConfig):
+class Memory(Windows):
     """The peak of memory by phase of the step, as metrics; on GPUs also snapshots, at out-of-memory too.
 
     Attributes:
-        skip: steps of an attempt before the first window.
-        every: steps from the begin of one window to the next; 0: only one window.
         entries: allocations and frees that a snapshot keeps, the latest ones.
     """
 
     kind: str = "memory"
-    skip: int = 5
-    steps: int = 3
+    skip: int = field(default=5, metadata={"least": 1})
     every: int = 100
-    entries: int = 100_000
+    entries: int = field(default=100_000, metadata={"least": 1})
 
-    def __post_init__(self) -> None:
-        for name, example in (("skip", 5), ("steps", 3), ("entries", 100_000)):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"profiler.{name}", getattr(self, name), "must be at least 1", f"try {example}")
-        if self.every and self.every <= self.steps:
-            rule = f"must be 0, or larger than the {self.steps} steps of a window"
-            raise ConfigError("profiler.every", self.every, rule, f"try {100 * self.steps}")
+    warm_up: ClassVar[int] = 0
 
     def implementation(self) -> Profiler:
         from titanlab.techniques.profiler.memory import MemoryProfiler
@@ -52,37 +72,9 @@ class Memory(ProfilerConfig):
         return MemoryProfiler(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedWindows(ProfilerConfig):
-    """The schedule of the recorded windows; each has one step of warm-up before it.
-
-    Attributes:
-        skip: steps of an attempt before the first window; the last of them warms the profiler up.
-        every: steps from the begin of one window to the next; 0: only one window.
-    """
-
-    skip: int = 5
-    steps: int = 3
-    every: int = 0
-
-    def __post_init__(self) -> None:
-        if self.skip < 2:
-            raise ConfigError("profiler.skip", self.skip, "must be at least 2", "try 5")
-        if self.steps < 1:
-            raise ConfigError("profiler.steps", self.steps, "must be at least 1", "try 3")
-        if self.every and self.every < self.steps + 2:
-            rule = f"must be 0, or at least {self.steps + 2}: a window has {self.steps} steps, and one to warm up"
-            raise ConfigError("profiler.every", self.every, rule, f"try {100 * self.steps}")
-
-    def warms_up_after(self, steps: int) -> bool:
-        """Whether the step of warm-up follows, when the attempt has done this many steps."""
-        place = steps - self.skip
-        return place == -1 or (self.every > 0 and place > -1 and (place + 1) % self.every == 0)
-
-
 @option("profiler", "trace")
 @dataclass(frozen=True, kw_only=True)
-class Trace(RecordedWindows):
+class Trace(Windows):
     """Traces of operations and kernels (Kineto), one file for each rank and window, for Perfetto.
 
     Attributes:
@@ -102,7 +94,7 @@ class Trace(RecordedWindows):
 
 @option("profiler", "breakdown")
 @dataclass(frozen=True, kw_only=True)
-class Breakdown(RecordedWindows):
+class Breakdown(Windows):
     """How the time of a step divides into parts, as metrics, from steps that torch.profiler records."""
 
     kind: str = "breakdown"
@@ -135,16 +127,12 @@ class Rates(ProfilerConfig):
 
     kind: str = "rates"
     seconds: float = 0.2
-    largest: int = 1024
-    megabytes: int = 16
+    largest: int = field(default=1024, metadata={"least": 64})
+    megabytes: int = field(default=16, metadata={"least": 1})
 
     def __post_init__(self) -> None:
         if not 0 < self.seconds < math.inf:
             raise ConfigError("profiler.seconds", self.seconds, "must be a positive number of seconds", "try 0.2")
-        for name, least, example in (("largest", 64, 1024), ("megabytes", 1, 16)):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"profiler.{name}", value, f"must be at least {least}", f"try {example}")
 
     def implementation(self) -> Profiler:
         from titanlab.techniques.profiler.rates import RatesProfiler

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,61 +41,51 @@ class RatesProfiler(Profiler):
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         own = {} if on_gpu else {names.PROCESS: float(peak_resident_bytes())}
         with torch.no_grad():
-            own.update(_Local(self._config, device).figures())
+            own.update(_of_device(self._config, device))
             own.update(_collectives(self._config, device))
-        of_ranks = self.links.gather(own)
-        row = {name: _slowest(name, [figures[name] for figures in of_ranks]) for name in own}
+        of_ranks, row = self.links.gather(own), {}
+        for name in own:
+            # The slowest rank: the longest time, the most memory, the least rate.
+            slowest = max if name.startswith((names.COLLECTIVE, names.LAUNCH, names.PROCESS)) else min
+            row[name] = slowest(figures[name] for figures in of_ranks)
         self.links.report(names.KIND, 0, row, [f"measured {len(row)} rates of this machine"])
 
 
-class _Local:
-    """Figures of one device."""
+def _of_device(config: Rates, device: torch.device) -> dict[str, float]:
+    """FLOP/s, bytes/s and seconds of one device, alone."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def __init__(self, config: Rates, device: torch.device) -> None:
-        self._config, self._device = config, device
-        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, device=device).to(dtype)
 
-    def figures(self) -> dict[str, float]:
-        figures = dict(self._products())
-        figures[names.ATTENTION] = self._attention()
-        copied = self._random(_COPIED)
-        target = torch.empty_like(copied)
-        # Each element is read and written.
-        moved = 2 * copied.numel() * copied.element_size()
-        figures[names.COPY] = moved / self._seconds(lambda: target.copy_(copied))
-        some, other = self._random(_POINTWISE), self._random(_POINTWISE)
-        moved = 3 * some.numel() * some.element_size()
-        figures[names.POINTWISE] = moved / self._seconds(lambda: some * other)
-        scalar = self._random(1)
-        figures[names.LAUNCH] = self._seconds(lambda: [scalar + scalar for _ in range(_LAUNCHES)]) / _LAUNCHES
-        return figures
-
-    def _products(self) -> Iterator[tuple[str, float]]:
-        """FLOP/s of products [rows, inner] · [inner, columns]: squares, and those of a linear layer."""
-        side = self._config.largest
-        shapes = [(side // part,) * 3 for part in (8, 4, 2, 1)]
-        small = max(16, side // 4)
-        shapes += [(side, small, 3 * small), (side, 3 * small, small), (small, side, 3 * small)]
-        for rows, inner, columns in shapes:
-            left, right = self._random(rows, inner), self._random(inner, columns)
-            seconds = self._seconds(lambda left=left, right=right: left @ right)  # type: ignore[misc]
-            yield f"{names.PRODUCT} {rows}x{inner}x{columns}", 2 * rows * inner * columns / seconds
-
-    def _attention(self) -> float:
-        """FLOP/s of causal attention, which computes half of the square."""
-        batch, heads, seq, width = _ATTENTION
-        q = self._random(batch, heads, seq, width)
-        seconds = self._seconds(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
-        return 2 * batch * heads * seq * seq * width / seconds
-
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.rand(shape, device=self._device).to(self._dtype)
-
-    def _seconds(self, call: Callable[[], object]) -> float:
+    def seconds(call: Callable[[], object]) -> float:
         """Median time of a call, from as many calls as fit into the time for one figure."""
-        once = mean_seconds(call, 1, self._device)
-        count = max(1, round(self._config.seconds / _TIMES / max(once, 1e-7)))
-        return statistics.median(mean_seconds(call, count, self._device) for _ in range(_TIMES))
+        once = mean_seconds(call, 1, device)
+        count = max(1, round(config.seconds / _TIMES / max(once, 1e-7)))
+        return statistics.median(mean_seconds(call, count, device) for _ in range(_TIMES))
+
+    # Products [rows, inner] · [inner, columns]: squares, and those of a linear layer.
+    side, small = config.largest, max(16, config.largest // 4)
+    shapes = [(side // part,) * 3 for part in (8, 4, 2, 1)]
+    shapes += [(side, small, 3 * small), (side, 3 * small, small), (small, side, 3 * small)]
+    figures = {}
+    for rows, inner, columns in shapes:
+        product = partial(torch.matmul, random(rows, inner), random(inner, columns))
+        figures[f"{names.PRODUCT} {rows}x{inner}x{columns}"] = 2 * rows * inner * columns / seconds(product)
+    # Causal attention computes half of the square.
+    batch, heads, seq, width = _ATTENTION
+    q = random(batch, heads, seq, width)
+    attention = partial(F.scaled_dot_product_attention, q, q, q, is_causal=True)
+    figures[names.ATTENTION] = 2 * batch * heads * seq * seq * width / seconds(attention)
+    copied = random(_COPIED)
+    target = torch.empty_like(copied)
+    # Each element is read and written; in the sum of two tensors, two are read.
+    figures[names.COPY] = 2 * copied.nbytes / seconds(lambda: target.copy_(copied))
+    some, other = random(_POINTWISE), random(_POINTWISE)
+    figures[names.POINTWISE] = 3 * some.nbytes / seconds(lambda: some * other)
+    scalar = random(1)
+    figures[names.LAUNCH] = seconds(lambda: [scalar + scalar for _ in range(_LAUNCHES)]) / _LAUNCHES
+    return figures
 
 
 def mean_seconds(call: Callable[[], object], count: int, device: torch.device) -> float:
@@ -152,9 +143,3 @@ def _of_size(size: int, group: dist.ProcessGroup | None, device: torch.device) -
             dist.barrier(group=group)
             times.append(mean_seconds(call, 1, device))
         yield kind, statistics.median(times[1:])
-
-
-def _slowest(name: str, values: list[float]) -> float:
-    """The figure of the slowest rank: the least rate, the longest time, the most memory."""
-    longest = name.startswith((names.COLLECTIVE, names.LAUNCH, names.PROCESS))
-    return max(values) if longest else min(values)

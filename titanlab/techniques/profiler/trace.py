@@ -1,17 +1,24 @@
-"""What torch.profiler (Kineto) records: traces as files, and the parts of sampled steps as metrics."""
+"""What torch.profiler (Kineto) records: traces as files, and what the time of profiled steps went to.
+
+Every instant of a step belongs to one part, the first that fits: exposed communication of an axis, if a collective runs
+and nothing computes; the phase that computes; data or the checkpoint, if the host is in them; `other`. So the parts add
+up to the step.
+"""
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import gzip
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -19,7 +26,188 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from titanlab.system import refusal
 from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.profilers_schema import Breakdown, Trace
-from titanlab.techniques.profiler.step_parts import PHASE, line, mean, metrics, step_parts
+
+PHASE, ISSUE = "titanlab.phase:", "titanlab.issue:"
+PHASES = ("data", "forward", "backward", "optimizer", "checkpoint", "other")
+OTHER, EXPOSED, STEP = "other", "exposed_", "step"
+Event = Mapping[str, Any]
+
+_KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+# Events around Python code that may wait for collectives; operations inside them have their own events.
+_NO_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "titanlab::")
+# gloo runs a reduce_scatter as an all_reduce and drops the parts of other ranks.
+_GLOO_KINDS = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
+
+
+class TimeSpan(NamedTuple):
+    """An interval of time in µs, and what it belongs to."""
+
+    begin: float
+    end: float
+    name: str
+
+
+def step_parts(events: Iterable[Event], axes: Mapping[str, str]) -> dict[str, float]:
+    """The mean over the steps in a trace: seconds of a step as `step`, and of each part; empty without steps.
+
+    Args:
+        events: `traceEvents` of a trace with the phases' annotations.
+        axes: name of a process group → axis, for the kernels of NCCL; other groups are `other_group`.
+    """
+    complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    steps = [event for event in complete if event["name"].startswith("ProfilerStep#") and not _is_of_gpu(event)]
+    if not steps:
+        return {}
+    main = steps[0]["tid"]
+    phases = [
+        _span(event, event["name"].removeprefix(PHASE))
+        for event in complete
+        if event["name"].startswith(PHASE) and event["tid"] == main and not _is_of_gpu(event)
+    ]
+    if any(event.get("cat") in _KERNELS for event in complete):
+        layers = _of_gpu(complete, phases, axes)
+    else:
+        layers = _of_cpu(complete, phases, main)
+    parts: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    for step in steps:
+        for name, seconds in _swept(_span(step, OTHER), layers).items():
+            parts[name] = parts.get(name, 0.0) + seconds
+    whole = sum(step["dur"] for step in steps) / 1e6
+    return {name: seconds / len(steps) for name, seconds in {STEP: whole, **parts}.items()}
+
+
+# Three kinds of spans: something computes, with the name of its phase (empty: the host's phase); collectives, with
+# their axis; phases of the host.
+_Layers = tuple[Sequence[TimeSpan], Sequence[TimeSpan], Sequence[TimeSpan]]
+
+
+def _of_cpu(events: Sequence[Event], phases: Sequence[TimeSpan], main: object) -> _Layers:
+    issues = [
+        (event["ts"], *event["name"].removeprefix(ISSUE).split(":"))
+        for event in events
+        if event["name"].startswith(ISSUE)
+    ]
+    sends = []
+    for event in events:
+        word = event["name"].removeprefix("gloo:")
+        # A receive may be posted long before the rank waits for it; the wait has its own span.
+        if word != event["name"] and word not in ("send", "recv"):
+            sends.append(_span(event, _issuer(event["ts"], word, issues)))
+    sends += [span for span in phases if span.name.startswith(EXPOSED)]
+    sends = [span._replace(name=EXPOSED + span.name.removeprefix(EXPOSED)) for span in sends]
+    computes = [
+        _span(event, "")
+        for event in events
+        if event.get("cat") == "cpu_op"
+        and event["tid"] == main
+        and "::" in event["name"]
+        and not event["name"].startswith(_NO_COMPUTE)
+    ]
+    own = [span for span in phases if not span.name.startswith(EXPOSED)]
+    return computes, sends, own
+
+
+def _issuer(time: float, kind: str, issues: list[tuple[Any, ...]]) -> str:
+    """The axis of the latest operation before this time that can have begun the collective."""
+    for index in range(len(issues) - 1, -1, -1):
+        begin, axis, issued = issues[index]
+        if begin <= time and kind in _GLOO_KINDS.get(issued, (issued,)):
+            del issues[index]
+            return str(axis)
+    return "other_group"
+
+
+def _of_gpu(events: Sequence[Event], phases: Sequence[TimeSpan], axes: Mapping[str, str]) -> _Layers:
+    launched: dict[object, float] = {
+        event["args"]["correlation"]: float(event["ts"])
+        for event in events
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+    own = sorted(span for span in phases if not span.name.startswith(EXPOSED))
+    starts = [span.begin for span in own]
+    computes, sends = [], []
+    for event in events:
+        if event.get("cat") not in _KERNELS:
+            continue
+        arguments = event.get("args", {})
+        if event["name"].startswith("nccl"):
+            axis = axes.get(str(arguments.get("Process Group Name")), "other_group")
+            sends.append(_span(event, EXPOSED + axis))
+            continue
+        # A GPU runs a kernel after its launch: the phase is the one in which the host launched it.
+        at = launched.get(arguments.get("correlation"), float(event["ts"]))
+        index = bisect.bisect_right(starts, at) - 1
+        inside = index >= 0 and at < own[index].end
+        computes.append(_span(event, own[index].name if inside else OTHER))
+    host = [span for span in own if span.name in ("data", "checkpoint")]
+    return computes, sends, host
+
+
+def _swept(step: TimeSpan, layers: _Layers) -> dict[str, float]:
+    """Seconds of each part inside a step."""
+    changes: list[tuple[float, int, int, str]] = []
+    for level, spans in enumerate(layers):
+        for span in spans:
+            begin, end = max(span.begin, step.begin), min(span.end, step.end)
+            if begin < end:
+                changes += [(begin, 1, level, span.name), (end, -1, level, span.name)]
+    changes.append((step.end, 0, 0, ""))
+    active: list[dict[str, int]] = [{}, {}, {}]
+    parts: dict[str, float] = defaultdict(float)
+    at = step.begin
+    for time, change, level, name in sorted(changes):
+        if time > at:
+            parts[_part(active)] += (time - at) / 1e6
+            at = time
+        if change:
+            count = active[level].get(name, 0) + change
+            active[level][name] = count
+            if not count:
+                del active[level][name]
+    return parts
+
+
+def _part(active: Sequence[Mapping[str, int]]) -> str:
+    computes, sends, host = active
+    if named := [name for name in computes if name]:
+        return named[0]
+    if sends and not computes:
+        return next(iter(sends))
+    # The latest of nested phases: a checkpoint may be written inside of another.
+    return list(host)[-1] if host else OTHER
+
+
+def _span(event: Event, name: str) -> TimeSpan:
+    return TimeSpan(event["ts"], event["ts"] + event["dur"], name)
+
+
+def _is_of_gpu(event: Event) -> bool:
+    return str(event.get("cat")).startswith("gpu")
+
+
+def metrics(parts: Mapping[str, float]) -> dict[str, float]:
+    """The parts by their names in rows of metrics."""
+    return {f"breakdown/{name}(s)": seconds for name, seconds in parts.items()}
+
+
+def mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of the ranks' parts; a part that a rank lacks took it no time."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
+
+
+def line(parts: Mapping[str, float]) -> str:
+    """The parts in one line, the largest first, without those that round to 0.0%."""
+    whole = parts[STEP]
+    shares = sorted(
+        ((seconds, name) for name, seconds in parts.items() if name != STEP and seconds >= whole / 2000), reverse=True
+    )
+    texts = [
+        f"{name.replace(EXPOSED, 'exposed ')} {100 * seconds / max(whole, 1e-12):.1f}%" for seconds, name in shares
+    ]
+    return f"{1000 * whole:.4g} ms: {', '.join(texts)}"
+
 
 # torch raises RuntimeError for some faults of a disk; a truncated trace is not valid JSON (ValueError).
 FAULTS = (OSError, RuntimeError, ValueError)
@@ -57,110 +245,103 @@ def chrome_trace(running: profile) -> Iterator[Path]:
         yield path
 
 
-class TraceProfiler(Profiler):
-    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window."""
+class WindowsProfiler(Profiler):
+    """Records windows of steps with torch.profiler, each after one step of warm-up; `taken` gets the record."""
 
-    def __init__(self, config: Trace) -> None:
+    def __init__(self, config: Trace | Breakdown) -> None:
         self._config = config
         self._steps = 0
         self._profile: profile | None = None
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        self._traces, self._rank, self._attempt = traces, rank, attempt
-        self._activities = _activities(on_gpu=on_gpu)
+        self._name = f"{traces}/attempt-{attempt}-steps-{{}}-{{}}-rank-{rank}.json.gz"
+        self._on_gpu = on_gpu
 
     def after_step(self, step: int) -> None:
         self._steps += 1
-        if self._config.warms_up_after(self._steps):
-            self._begin(step + 2)
+        if self._config.begins_after(self._steps):
+            self._first, self._last = step + 2, step + 1 + self._config.steps
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
+                schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
+                on_trace_ready=self.taken,
+                # Without this, torch 2.11 warns in the first cycle.
+                acc_events=True,
+                **self.options(),
+            )
+            self._profile.start()
         elif self._profile is not None:
             self._profile.step()
             if step == self._last:
-                self.close()
+                self._end()
 
-    def close(self) -> None:
-        """End a window that is open; an incomplete window gives a file of the steps that were recorded."""
+    def options(self) -> dict[str, Any]:
+        return {}
+
+    def taken(self, running: profile) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
         if self._profile is not None:
             running, self._profile = self._profile, None
             running.stop()
 
-    def _begin(self, first: int) -> None:
-        self._last = first + self._config.steps - 1
-        path = self._traces / f"attempt-{self._attempt}-steps-{first}-{self._last}-rank-{self._rank}.json.gz"
-        self._profile = profile(
-            activities=self._activities,
-            schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
-            on_trace_ready=lambda running: write_whole(path, partial(_write, running), self.links.failed),
-            record_shapes=self._config.shapes,
-            with_stack=self._config.stacks,
-            # Without this, torch 2.11 warns in the first cycle.
-            acc_events=True,
-        )
-        self._profile.start()
+    def close(self) -> None:
+        self._end()
 
 
-def _write(running: profile, path: Path) -> None:
-    with chrome_trace(running) as trace, trace.open("rb") as source, gzip.open(path, "wb") as target:
-        shutil.copyfileobj(source, target)
+class TraceProfiler(WindowsProfiler):
+    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window; an incomplete one has fewer steps."""
+
+    _config: Trace
+
+    def options(self) -> dict[str, Any]:
+        return {"record_shapes": self._config.shapes, "with_stack": self._config.stacks}
+
+    def taken(self, running: profile) -> None:
+        def write(path: Path) -> None:
+            with chrome_trace(running) as trace, trace.open("rb") as source, gzip.open(path, "wb") as target:
+                shutil.copyfileobj(source, target)
+
+        write_whole(Path(self._name.format(self._first, self._last)), write, self.links.failed)
 
 
-class BreakdownProfiler(Profiler):
-    """Records windows of steps with torch.profiler, and reports the mean over ranks of a step's parts."""
+class BreakdownProfiler(WindowsProfiler):
+    """Reports the mean over ranks of a step's parts after each window."""
 
     def __init__(self, config: Breakdown) -> None:
-        self._config = config
-        self._steps = 0
-        self._profile: profile | None = None
+        super().__init__(config)
         self._marks = ExitStack()
-
-    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
+        self._closed = False
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._profile is None else record_function(PHASE + name)
 
     def after_step(self, step: int) -> None:
-        self._steps += 1
-        if self._config.warms_up_after(self._steps):
-            self._begin(step + 1 + self._config.steps)
-        elif self._profile is not None:
-            if self._on_gpu:
-                # The kernels of a step must end inside the step.
-                torch.cuda.synchronize()
-            self._profile.step()
-            if step == self._last:
-                self._end()
-                self._report(step)
+        was_recording = self._profile is not None
+        if was_recording and self._on_gpu:
+            # The kernels of a step must end inside the step.
+            torch.cuda.synchronize()
+        super().after_step(step)
+        if was_recording and self._profile is None:
+            self._report(step)
+        elif self._profile is not None and not was_recording and not self._on_gpu:
+            self._marks.enter_context(self.links.marks_collectives())
 
     def close(self) -> None:
         """End a window that is open; it is not reported, because other ranks may be at other steps."""
-        self._is_wanted = False
-        if self._profile is not None:
-            self._end()
-
-    def _begin(self, last: int) -> None:
-        self._last, self._is_wanted = last, True
-        self._parts: dict[str, float] = {}
-        self._fault: Exception | None = None
-        self._profile = profile(
-            activities=_activities(on_gpu=self._on_gpu),
-            schedule=schedule(wait=0, warmup=1, active=self._config.steps, repeat=1),
-            on_trace_ready=self._analyse,
-            acc_events=True,
-        )
-        self._profile.start()
-        if not self._on_gpu:
-            self._marks.enter_context(self.links.marks_collectives())
+        self._closed = True
+        super().close()
 
     def _end(self) -> None:
-        running, self._profile = self._profile, None
         self._marks.close()
-        if running is not None:
-            running.stop()
+        super()._end()
 
-    def _analyse(self, running: profile) -> None:
+    def taken(self, running: profile) -> None:
         """Find the mean seconds of a step and of its parts, or the fault of the disk that prevents it."""
-        if not self._is_wanted:
+        self._parts: dict[str, float] = {}
+        self._fault: Exception | None = None
+        if self._closed:
             return
         try:
             with chrome_trace(running) as path:
@@ -171,8 +352,7 @@ class BreakdownProfiler(Profiler):
         self._parts = step_parts(events, self.links.axes)
 
     def _report(self, step: int) -> None:
-        steps = self._config.steps
-        span = f"step {step}" if steps == 1 else f"steps {step - steps + 1} to {step}"
+        span = f"step {step}" if self._first == step else f"steps {self._first} to {step}"
         if self._fault is not None:
             self.links.failed(f"the breakdown of {span}", self._fault)
         # A rank without a result takes part too, because the others wait for it.
@@ -183,7 +363,3 @@ class BreakdownProfiler(Profiler):
         elif self._fault is None:
             lacks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if not found)
             self.links.failed(f"the breakdown of {span}", f"its part is missing on rank {lacks}")
-
-
-def _activities(*, on_gpu: bool) -> list[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

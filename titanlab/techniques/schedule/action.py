@@ -1,9 +1,10 @@
-"""Actions of a pipeline's ranks, and the rules that make lists of them a schedule: complete, and without a deadlock."""
+"""Actions of a pipeline's ranks: the rules that make lists of them a schedule, and the simulated timeline of one."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -30,6 +31,25 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
+# B gives the gradient of the input, as I does.
+_RESULT = {kind: Kind.INPUT if kind is Kind.BACKWARD else kind for kind in Kind}
+# What an action of each kind needs: the kind of a result, and how many stages after its own.
+_NEEDS: Mapping[Kind, Sequence[tuple[Kind, int]]] = {
+    Kind.FORWARD: [(Kind.FORWARD, -1)],
+    Kind.BACKWARD: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
+    Kind.INPUT: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
+    Kind.WEIGHT: [(Kind.INPUT, 0)],
+}
+# A microbatch has either B, or I and W.
+_EXCLUDED = {
+    Kind.FORWARD: (),
+    Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT),
+    Kind.INPUT: (Kind.BACKWARD,),
+    Kind.WEIGHT: (Kind.BACKWARD,),
+}
+_SHOWN = 4  # waiting ranks that a message names: enough to see a cycle
+
+
 class ActionList(list[Action]):
     """Actions of one rank; for each kind, a stage takes its microbatches in order."""
 
@@ -41,20 +61,16 @@ class ActionList(list[Action]):
         """Append an action of the stage for each kind, with the next microbatch of that kind."""
         done = self._done[stage]
         for kind in kinds:
-            number = done[_result(kind)]
+            number = done[_RESULT[kind]]
             # As `Action(stage, kind, number)` does it, in half the time.
             self.append(tuple.__new__(Action, (stage, kind, number)))
-            done[_result(kind)] = number + 1
+            done[_RESULT[kind]] = number + 1
             if kind is Kind.BACKWARD:
                 done[Kind.WEIGHT] += 1
 
     def done(self, stage: int, kind: Kind) -> int:
         """Number of the stage's actions of this kind; a full backward counts as one of each half."""
         return self._done[stage][kind]
-
-    def up_to(self, microbatches: int) -> list[Action]:
-        """The actions of the first `microbatches`; they are executable, since no microbatch waits for another."""
-        return [action for action in self if action.microbatch < microbatches]
 
 
 Orders = Sequence[Sequence[Action]]  # by rank
@@ -79,10 +95,11 @@ class OrderError(TitanlabError):
 def placement_of(orders: Orders) -> list[int]:
     """Rank of each stage in the lists. OrderError: a stage is on two ranks or on none, or a rank has no stage."""
     owners: dict[int, int] = {}
-    for rank, index, action in _all(orders):
-        owner = owners.setdefault(action.stage, rank)
-        if owner != rank:
-            raise OrderError(rank, index, f"{action}: stage {action.stage} is on rank {owner} already")
+    for rank, order in enumerate(orders):
+        for index, action in enumerate(order):
+            owner = owners.setdefault(action.stage, rank)
+            if owner != rank:
+                raise OrderError(rank, index, f"{action}: stage {action.stage} is on rank {owner} already")
     for rank, order in enumerate(orders):
         if not order:
             raise OrderError(rank, None, "has no action")
@@ -100,24 +117,31 @@ def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> 
     comes after the actions that it needs.
     """
     seen: set[Action] = set()
-    for rank, index, action in _all(orders):
-        if not (0 <= action.stage < len(placement) and 0 <= action.microbatch < microbatches):
-            rule = f"{action}: there are {len(placement)} stages and {microbatches} microbatches, counted from 0"
-            raise OrderError(rank, index, rule)
-        if placement[action.stage] != rank:
-            raise OrderError(rank, index, f"{action}: stage {action.stage} is on rank {placement[action.stage]}")
-        if action in seen:
-            raise OrderError(rank, index, f"{action} is there twice")
-        if any(action._replace(kind=other) in seen for other in _EXCLUDED[action.kind]):
-            rule = f"{action}: the backward pass is B, or I and W, not both"
-            raise OrderError(rank, index, rule)
-        seen.add(action)
+    for rank, order in enumerate(orders):
+        for index, action in enumerate(order):
+            rule = ""
+            if not (0 <= action.stage < len(placement) and 0 <= action.microbatch < microbatches):
+                rule = f"{action}: there are {len(placement)} stages and {microbatches} microbatches, counted from 0"
+            elif placement[action.stage] != rank:
+                rule = f"{action}: stage {action.stage} is on rank {placement[action.stage]}"
+            elif action in seen:
+                rule = f"{action} is there twice"
+            elif any(action._replace(kind=other) in seen for other in _EXCLUDED[action.kind]):
+                rule = f"{action}: the backward pass is B, or I and W, not both"
+            if rule:
+                raise OrderError(rank, index, rule)
+            seen.add(action)
     for stage, rank in enumerate(placement):
         for microbatch in range(microbatches):
-            missing = _missing(seen, stage, microbatch)
-            if missing:
+            forward, backward, of_input, of_weight = (Action(stage, kind, microbatch) for kind in Kind)
+            if forward not in seen:
+                raise OrderError(rank, None, f"{forward} is missing")
+            lacking = [half for half in (of_input, of_weight) if half not in seen]
+            if lacking and backward not in seen:
+                missing = str(lacking[0]) if len(lacking) == 1 else f"{backward}, or I and W instead,"
                 raise OrderError(rank, None, f"{missing} is missing")
-    list(executed(orders, stages=len(placement)))
+    for _ in executed(orders, stages=len(placement)):
+        pass
 
 
 def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list[int]]]:
@@ -139,7 +163,7 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
         ]
         for kind in Kind
     }
-    results = {kind: made[_result(kind)] for kind in Kind}
+    results = {kind: made[_RESULT[kind]] for kind in Kind}
     streams = [iter(order) for order in orders]
     following = [next(stream, None) for stream in streams]
     number, before = 0, -1
@@ -162,65 +186,27 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
     if left:
         undone = [len(list(stream)) + (action is not None) for stream, action in zip(streams, following, strict=True)]
         places = [len(order) - count for order, count in zip(orders, undone, strict=True)]
-        raise OrderError(left[0], places[left[0]], "; ".join(_waits(orders, places, stages)))
+        raise OrderError(left[0], places[left[0]], "; ".join(_waits(orders, places, left, stages)))
 
 
-# What an action of each kind needs: the kind of a result, and how many stages after its own.
-_NEEDS: Mapping[Kind, Sequence[tuple[Kind, int]]] = {
-    Kind.FORWARD: [(Kind.FORWARD, -1)],
-    Kind.BACKWARD: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
-    Kind.INPUT: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
-    Kind.WEIGHT: [(Kind.INPUT, 0)],
-}
-# A microbatch has either B, or I and W.
-_EXCLUDED = {
-    Kind.FORWARD: (),
-    Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT),
-    Kind.INPUT: (Kind.BACKWARD,),
-    Kind.WEIGHT: (Kind.BACKWARD,),
-}
-_SHOWN = 4  # waiting ranks that a message names: enough to see a cycle
-
-
-def _all(orders: Orders) -> Iterator[tuple[int, int, Action]]:
+def _waits(orders: Orders, places: Sequence[int], stuck: Sequence[int], stages: int) -> Iterator[str]:
+    """What ranks wait for that cannot go on; `places`: by rank, the first action that has not run."""
+    # By the stage, kind and microbatch of its result: whether an action has run, its rank, and itself.
+    known: dict[tuple[int, Kind, int], tuple[bool, int, Action]] = {}
     for rank, order in enumerate(orders):
         for index, action in enumerate(order):
-            yield rank, index, action
-
-
-def _missing(seen: set[Action], stage: int, microbatch: int) -> str:
-    """An action that a stage lacks for a microbatch; empty if it has all."""
-    has = {kind: Action(stage, kind, microbatch) in seen for kind in Kind}
-    if not has[Kind.FORWARD]:
-        return str(Action(stage, Kind.FORWARD, microbatch))
-    if has[Kind.BACKWARD] or (has[Kind.INPUT] and has[Kind.WEIGHT]):
-        return ""
-    if has[Kind.INPUT] or has[Kind.WEIGHT]:
-        return str(Action(stage, Kind.WEIGHT if has[Kind.INPUT] else Kind.INPUT, microbatch))
-    return f"{Action(stage, Kind.BACKWARD, microbatch)}, or I and W instead,"
-
-
-def _result(kind: Kind) -> Kind:
-    """The kind of an action's result: B gives the gradient of the input, as I does."""
-    return Kind.INPUT if kind is Kind.BACKWARD else kind
-
-
-def _needs(action: Action, stages: int) -> list[Action]:
-    stage, kind, microbatch = action
-    return [Action(stage + step, result, microbatch) for result, step in _NEEDS[kind] if 0 <= stage + step < stages]
-
-
-def _waits(orders: Orders, places: list[int], stages: int) -> Iterator[str]:
-    done = {_made(action) for order, place in zip(orders, places, strict=True) for action in order[:place]}
-    remaining = {_made(action): (rank, action) for rank, order in enumerate(orders) for action in order[places[rank] :]}
-    stuck = [rank for rank, order in enumerate(orders) if places[rank] < len(order)]
+            known[action.stage, _RESULT[action.kind], action.microbatch] = (index < places[rank], rank, action)
     for rank in stuck[:_SHOWN]:
         waiting = orders[rank][places[rank]]
-        need = next(need for need in _needs(waiting, stages) if need not in done)
-        if need not in remaining:
+        stage, kind, microbatch = waiting
+        needs = [
+            Action(stage + step, result, microbatch) for result, step in _NEEDS[kind] if 0 <= stage + step < stages
+        ]
+        need = next(need for need in needs if need not in known or not known[need][0])
+        if need not in known:
             yield f"{waiting} on rank {rank} waits for {need}, which is on no rank"
             continue
-        owner, action = remaining[need]
+        _, owner, action = known[need]
         blocker = orders[owner][places[owner]]
         after = "" if blocker == action else f" after {blocker}"
         yield f"{waiting} on rank {rank} waits for {action}, which comes{after} on rank {owner}"
@@ -228,6 +214,78 @@ def _waits(orders: Orders, places: list[int], stages: int) -> Iterator[str]:
         yield f"and {len(stuck) - _SHOWN} more ranks wait"
 
 
-def _made(action: Action) -> Action:
-    """The name of an action's result."""
-    return action._replace(kind=_result(action.kind))
+# Duration of each kind in seconds or any other unit: one number for all stages, or one for each stage.
+Durations = Mapping[Kind, float | Sequence[float]]
+
+# Each of a matrix product's two gradients has as many FLOPs as the product.
+DURATIONS: Durations = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+
+
+class Event(NamedTuple):
+    """An action with its begin and end."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The times of a schedule in which every action begins as soon as it can.
+
+    Attributes:
+        duration: from the begin of the first action to the end of the last, in the unit of the durations.
+        bubble_share: idle share of all ranks' time, 0 to 1.
+        peak_in_flight: by rank, the largest number of microbatches whose activations it keeps at the same time. A stage
+            keeps them from the begin of F to the end of B or W (I frees only a part). With n stages per rank, each
+            stage counts as 1/n of a microbatch.
+    """
+
+    events: list[list[Event]]
+    placement: list[int]
+    duration: float
+    bubble_share: float
+    peak_in_flight: list[float]
+
+
+def simulate(
+    orders: Orders, placement: Sequence[int], durations: Durations = DURATIONS, *, transfer: float = 0.0
+) -> Timeline:
+    """Compute when each action of a schedule runs.
+
+    Args:
+        transfer: time to send a tensor from one rank to another; both ranks compute meanwhile.
+
+    Raises:
+        OrderError: ranks wait for each other, or for an action that no rank has.
+    """
+    events: list[list[Event]] = [[] for _ in orders]
+    ends: list[tuple[float, int]] = []  # of each action: time and rank
+    for rank, action, needs in executed(orders, stages=len(placement)):
+        arrivals = [ends[need][0] + (transfer if ends[need][1] != rank else 0.0) for need in needs]
+        begin = max([events[rank][-1].end if events[rank] else 0.0, *arrivals])
+        length = durations[action.kind]
+        end = begin + (length[action.stage] if isinstance(length, Sequence) else length)
+        ends.append((end, rank))
+        events[rank].append(Event(action, begin, end))
+    duration = max((end for end, _ in ends), default=0.0)
+    busy = sum(event.end - event.begin for row in events for event in row)
+    return Timeline(
+        events=events,
+        placement=list(placement),
+        duration=duration,
+        bubble_share=max(0.0, 1 - busy / (duration * len(orders))) if duration > 0 else 0.0,
+        peak_in_flight=[peak_in_flight(order) for order in orders],
+    )
+
+
+def peak_in_flight(order: Sequence[Action]) -> float:
+    """The largest number of microbatches whose activations one rank keeps; see `Timeline`."""
+    alive = peak = 0
+    for action in order:
+        if action.kind is Kind.FORWARD:
+            alive += 1
+            peak = max(peak, alive)
+        elif action.kind in (Kind.BACKWARD, Kind.WEIGHT):
+            alive -= 1
+    return peak / max(1, len({action.stage for action in order}))

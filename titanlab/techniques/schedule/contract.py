@@ -9,8 +9,7 @@ from typing import ClassVar, Protocol
 
 from titanlab.costs import OptionConfig
 from titanlab.errors import ConfigError
-from titanlab.techniques.schedule.action import Action, Kind
-from titanlab.techniques.schedule.timeline import peak_in_flight
+from titanlab.techniques.schedule.action import Action, Kind, peak_in_flight
 
 
 class PipelineSchedule(OptionConfig, Protocol):
@@ -82,7 +81,7 @@ class OneStage(PipelineSchedule):
 
     def placement(self, *, ranks: int) -> list[int]:
         """Rank of each stage: 0 1 2."""
-        return looped(ranks=ranks)
+        return list(range(ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +107,7 @@ class Looped(PipelineSchedule):
 
     def placement(self, *, ranks: int) -> list[int]:
         """Rank of each stage: 0 1 2 0 1 2."""
-        return looped(ranks=ranks, stages_per_rank=self.stages_per_rank)
+        return [*range(ranks)] * self.stages_per_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,17 +125,8 @@ class VShaped(PipelineSchedule):
         return 2 * ranks
 
     def placement(self, *, ranks: int) -> list[int]:
-        """Rank of each stage: 0 1 2 2 1 0."""
-        return v_shaped(ranks=ranks)
-
-
-def looped(*, ranks: int, stages_per_rank: int = 1) -> list[int]:
-    return [stage % ranks for stage in range(ranks * stages_per_rank)]
-
-
-def v_shaped(*, ranks: int) -> list[int]:
-    """Rank of each stage, forward and back: 0 1 2 2 1 0. The first and the last stage are on the same rank."""
-    return [*range(ranks), *reversed(range(ranks))]
+        """Rank of each stage: 0 1 2 2 1 0. The first and the last stage are on the same rank."""
+        return [*range(ranks), *reversed(range(ranks))]
 
 
 def stages_of(placement: Sequence[int], rank: int) -> list[int]:

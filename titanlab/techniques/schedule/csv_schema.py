@@ -30,20 +30,28 @@ def read_actions(path: str | Path) -> list[list[Action]]:
     Raises:
         ConfigError: the file cannot be read, or a cell breaks a rule.
     """
+    try:
+        rows = list(csv.reader(read_text(Path(path)).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}").splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        cure = "give a CSV, say of `titanlab schedule 1f1b --csv my.csv`"
+        raise ConfigError(KEY, path, f"cannot be read ({reason})", cure) from error
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
     orders: list[list[Action]] = []
     cells: list[list[int]] = []  # the cell number of each action, counted from 1
-    for row in _rows(path):
-        orders.append([])
-        cells.append([])
-        for number, text in enumerate(row, 1):
-            for action in _actions(text.strip(), path, f"line {len(orders)}, cell {number}"):
-                orders[-1].append(action)
-                cells[-1].append(number)
+    for line, row in enumerate(rows, 1):
+        numbered = [
+            (action, number)
+            for number, text in enumerate(row, 1)
+            for action in _actions(text.strip(), path, f"line {line}, cell {number}")
+        ]
+        orders.append([action for action, _ in numbered])
+        cells.append([number for _, number in numbered])
     if not any(orders):
         raise ConfigError(KEY, path, "has no action", "give it one line a rank, with cells like 0F0,0B0")
     try:
-        microbatches = 1 + max(action.microbatch for order in orders for action in order)
-        validate(orders, placement_of(orders), microbatches=microbatches)
+        validate(orders, placement_of(orders), microbatches=_microbatches(orders))
     except OrderError as error:
         cell = "" if error.index is None else f", cell {cells[error.rank][error.index]}"
         cure = "each stage runs each microbatch F and B once (or F, I and W) on one rank, and after what it needs"
@@ -54,18 +62,6 @@ def read_actions(path: str | Path) -> list[list[Action]]:
 def write_actions(path: Path, orders: Sequence[Sequence[Action]]) -> None:
     """Write a file that `read_actions` and torch can read."""
     write_text(path, "".join(",".join(str(action) for action in order) + "\n" for order in orders))
-
-
-def _rows(path: str | Path) -> list[list[str]]:
-    try:
-        rows = list(csv.reader(read_text(Path(path)).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}").splitlines()))
-    except (OSError, ValueError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        cure = "give a CSV, say of `titanlab schedule 1f1b --csv my.csv`"
-        raise ConfigError(KEY, path, f"cannot be read ({reason})", cure) from error
-    while rows and not any(cell.strip() for cell in rows[-1]):
-        rows.pop()
-    return rows
 
 
 def _actions(text: str, path: str | Path, place: str) -> Iterator[Action]:

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlab.errors import ConfigError
-from titanlab.techniques.schedule.action import Action, Kind
+from titanlab.techniques.schedule.action import Action, Event, Kind, Timeline
 from titanlab.techniques.schedule.contract import stages_of
-from titanlab.techniques.schedule.timeline import Event, Timeline
 
 WORDS = {
     Kind.FORWARD: "forward",
@@ -28,7 +27,6 @@ _TERMINAL_COLOURS = {
 _OFF = "\x1b[0m"
 _LEAST_ROOM = 10
 _MOST_BLOCKS = 20  # blocks of rows below each other; longer timelines get more time per column
-_IDLE_TEXT = {True: " ", False: "."}
 
 
 def rows(timeline: Timeline, *, width: int | None, coloured: bool) -> list[str]:
@@ -41,28 +39,33 @@ def rows(timeline: Timeline, *, width: int | None, coloured: bool) -> list[str]:
         width: columns of the terminal; None: no limit.
     """
     labels = [f"rank {rank:<{len(str(len(timeline.events) - 1))}} " for rank in range(len(timeline.events))]
-    room = None if width is None else max(_LEAST_ROOM, width - len(labels[0]))
-    columns = _columns(timeline, room, coloured=coloured)
+    # The shortest action is as wide as its label, or as the room allows.
+    columns = widest = max((len(_label(event.action)) for row in timeline.events for event in row), default=1)
+    units = _cells(timeline)
+    if width is None:
+        room = columns = max(1, round(units * widest))
+    else:
+        room = max(_LEAST_ROOM, width - len(labels[0]))
+        # Plain cells need their label, coloured cells do not. With whole columns per unit, equal actions look equal.
+        narrower = max(1, int(room / units)) if coloured else widest
+        columns = min(round(units * min(widest, narrower)), room * _MOST_BLOCKS)
     lines = []
-    for begin in range(0, max(1, columns), room or max(1, columns)):
-        shown = range(begin, columns if room is None else min(columns, begin + room))
+    for begin in range(0, max(1, columns), room):
+        part = range(begin, min(columns, begin + room)) if units else range(0)
         for rank, label in enumerate(labels):
             first = stages_of(timeline.placement, rank)[0]
-            runs = _runs(timeline, rank, shown, columns)
-            lines.append(label + "".join(_cell(event, size, first, coloured=coloured) for event, size in runs))
+            cells = _runs(timeline, rank, part, columns)
+            lines.append(label + "".join(_cell(event, size, first, coloured=coloured) for event, size in cells))
         lines.append("")
-    return [*lines, *_legend(timeline, coloured=coloured)]
-
-
-def _columns(timeline: Timeline, room: int | None, *, coloured: bool) -> int:
-    """Number of columns of the timeline: the shortest action is as wide as its label, or as the room allows."""
-    widest = max((len(_label(event.action)) for row in timeline.events for event in row), default=1)
-    units = _cells(timeline)
-    if room is None:
-        return round(units * widest)
-    # Plain cells need their label, coloured cells do not. With whole columns per unit, equal actions look equal.
-    narrower = max(1, int(room / units)) if coloured else widest
-    return min(round(units * min(widest, narrower)), room * _MOST_BLOCKS)
+    kinds = _kinds([timeline])
+    if coloured:
+        marks = (f"\x1b[38;5;16;48;5;{_TERMINAL_COLOURS[kind][0]}m {kind} {_OFF} {WORDS[kind]}" for kind in kinds)
+        lines.append("  ".join(marks))
+    else:
+        lines.append(", ".join(f"{kind} {WORDS[kind]}" for kind in kinds))
+    if len(timeline.placement) > len(timeline.events):
+        lines.append(("darker and small letters" if coloured else "small letters") + ": not the rank's first stage")
+    return lines
 
 
 def _runs(timeline: Timeline, rank: int, part: range, columns: int) -> Iterator[tuple[Event | None, int]]:
@@ -82,29 +85,15 @@ def _runs(timeline: Timeline, rank: int, part: range, columns: int) -> Iterator[
 
 def _cell(event: Event | None, size: int, first: int, *, coloured: bool) -> str:
     if event is None:
-        return _IDLE_TEXT[coloured] * size
+        return (" " if coloured else ".") * size
     action, later = event.action, event.action.stage != first
     label = _label(action).lower() if later else _label(action)
-    number = str(action.microbatch)
     if not coloured:
         text = label if len(label) <= size else label[0]
         return f"{text:-<{size}}"
+    number = str(action.microbatch)
     text = next((word for word in (label, number) if len(word) <= size), number[-1])
     return f"\x1b[38;5;16;48;5;{_TERMINAL_COLOURS[action.kind][later]}m{text:<{size}}{_OFF}"
-
-
-def _legend(timeline: Timeline, *, coloured: bool) -> list[str]:
-    kinds = [kind for kind in Kind if kind in _kinds([timeline])]
-    marks = [
-        f"\x1b[38;5;16;48;5;{_TERMINAL_COLOURS[kind][0]}m {kind} {_OFF} {WORDS[kind]}"
-        if coloured
-        else f"{kind} {WORDS[kind]}"
-        for kind in kinds
-    ]
-    lines = ["  ".join(marks) if coloured else ", ".join(marks)]
-    if len(timeline.placement) > len(timeline.events):
-        lines.append(("darker and small letters" if coloured else "small letters") + ": not the rank's first stage")
-    return lines
 
 
 ENDINGS = (".png", ".svg", ".pdf")
@@ -175,8 +164,9 @@ def _cells(timeline: Timeline) -> float:
     return timeline.duration / min(lengths, default=1.0)
 
 
-def _kinds(timelines: Sequence[Timeline]) -> set[Kind]:
-    return {event.action.kind for timeline in timelines for row in timeline.events for event in row}
+def _kinds(timelines: Sequence[Timeline]) -> list[Kind]:
+    found = {event.action.kind for timeline in timelines for row in timeline.events for event in row}
+    return [kind for kind in Kind if kind in found]
 
 
 def _label(action: Action) -> str:
@@ -219,8 +209,7 @@ def draw_panel(axis: Any, title: str, timeline: Timeline, *, longest: float, wid
 def draw_legend(figure: Any, timelines: Sequence[Timeline]) -> None:
     from matplotlib.patches import Patch
 
-    kinds = [kind for kind in Kind if kind in _kinds(timelines)]
-    handles = [Patch(facecolor=_COLOURS[kind][0], label=f"{kind}: {WORDS[kind]}") for kind in kinds]
+    handles = [Patch(facecolor=_COLOURS[kind][0], label=f"{kind}: {WORDS[kind]}") for kind in _kinds(timelines)]
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     if any(len(timeline.placement) > len(timeline.events) for timeline in timelines):
         handles.append(Patch(facecolor="none", label="darker: the rank's later stages"))

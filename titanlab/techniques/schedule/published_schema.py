@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import ClassVar
 
 from titanlab.errors import ConfigError
@@ -118,6 +118,8 @@ class _Interleaved(Looped):
 
     # How many more forward passes a rank runs before its first backward pass than the next rank does.
     _lead_per_rank: ClassVar[int]
+    # The kinds of the backward passes, each with the number of turns by which it begins later on the next rank.
+    _backward: ClassVar[tuple[tuple[Kind, int], ...]]
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         """The forward passes of the warm-up, and one more that runs just before the first backward pass."""
@@ -131,20 +133,16 @@ class _Interleaved(Looped):
         orders = []
         for rank in range(ranks):
             stages = stages_of(self.placement(ranks=ranks), rank)
-            forward = _steps(stages, microbatches_by_round)
-            backward = _steps(stages[::-1], microbatches_by_round)
-            lead = (len(stages) - 1) * longest + self._lead_per_rank * (ranks - 1 - rank)
-            begins = self._backward_begins(rank, min(lead, len(forward)))
-            orders.append(_in_turn([(Kind.FORWARD, forward, 0), *((kind, backward, at) for kind, at in begins)]))
+            # (stage, microbatch) in the rank's order.
+            forward, backward = (
+                [(stage, number) for numbers in microbatches_by_round for stage in direction for number in numbers]
+                for direction in (stages, stages[::-1])
+            )
+            # The number of forward passes before the first backward pass.
+            lead = min(len(forward), (len(stages) - 1) * longest + self._lead_per_rank * (ranks - 1 - rank))
+            passes = [(F, forward, 0), *((kind, backward, lead + rank * later) for kind, later in self._backward)]
+            orders.append(_in_turn(passes))
         return orders
-
-    def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
-        """The kinds of a rank's backward passes, each with the number of forward passes before its first one.
-
-        Args:
-            lead: number of forward passes before the first backward pass.
-        """
-        raise NotImplementedError
 
 
 @option("schedule", "interleaved_1f1b")
@@ -156,9 +154,7 @@ class Interleaved1F1B(_Interleaved):
     splits: ClassVar[bool | None] = False
     # A backward pass delays the gradient as long as a forward pass delays the activation.
     _lead_per_rank: ClassVar[int] = 2
-
-    def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
-        return [(Kind.BACKWARD, lead)]
+    _backward: ClassVar[tuple[tuple[Kind, int], ...]] = ((B, 0),)
 
 
 @option("schedule", "interleaved_zero_bubble")
@@ -170,11 +166,9 @@ class InterleavedZeroBubble(_Interleaved):
     splits: ClassVar[bool | None] = True
     # A gradient of the input arrives sooner than after a full backward pass, so a shorter lead is enough.
     _lead_per_rank: ClassVar[int] = 1
-
-    def _backward_begins(self, rank: int, lead: int) -> list[tuple[Kind, int]]:
-        # Gradients of weights lag by the rank's number: a later rank has gradients sooner, and has more idle time at
-        # the end for the remaining gradients of weights.
-        return [(Kind.INPUT, lead), (Kind.WEIGHT, lead + rank)]
+    # Gradients of weights lag by the rank's number: a later rank has gradients sooner, and has more idle time at the
+    # end for the remaining gradients of weights.
+    _backward: ClassVar[tuple[tuple[Kind, int], ...]] = ((I, 0), (W, 1))
 
 
 def rounds(*, ranks: int, microbatches: int) -> list[range]:
@@ -185,19 +179,12 @@ def rounds(*, ranks: int, microbatches: int) -> list[range]:
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _steps(stages: list[int], microbatches_by_round: list[range]) -> list[tuple[int, int]]:
-    """(stage, microbatch) in a rank's order; `stages`: those of the rank, in the direction of the pass."""
-    return [(stage, number) for numbers in microbatches_by_round for stage in stages for number in numbers]
-
-
 def _in_turn(passes: list[tuple[Kind, list[tuple[int, int]], int]]) -> list[Action]:
     """The actions of several kinds in turn: each kind with its (stage, microbatch) pairs, and the turn of the first."""
-    turns = max(begin + len(steps) for _, steps, begin in passes)
     columns = [
         [*[None] * begin, *(Action(stage, kind, number) for stage, number in steps)] for kind, steps, begin in passes
     ]
-    by_turn = [column + [None] * (turns - len(column)) for column in columns]
-    return [action for turn in zip(*by_turn, strict=True) for action in turn if action is not None]
+    return [action for turn in zip_longest(*columns) for action in turn if action is not None]
 
 
 @option("schedule", "looped_bfs")
@@ -267,9 +254,11 @@ class ZBV(VShaped):
         return min(ranks, microbatches)
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        # The construction needs 2·ranks − 1 microbatches; for fewer, the actions of the others are left out.
+        # The construction needs 2·ranks − 1 microbatches; for fewer, the actions of the others are left out: no
+        # microbatch waits for another.
         count = max(2 * ranks - 1, microbatches)
-        return [_zbv_of_rank(rank, ranks=ranks, microbatches=count).up_to(microbatches) for rank in range(ranks)]
+        orders = [_zbv_of_rank(rank, ranks=ranks, microbatches=count) for rank in range(ranks)]
+        return [[action for action in order if action.microbatch < microbatches] for order in orders]
 
 
 def _zbv_of_rank(rank: int, *, ranks: int, microbatches: int) -> ActionList:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +24,6 @@ from titanlab.techniques.tracker.trackers_schema import TensorBoard
 
 FOLDER = "tensorboard"
 _EVENTS = "events.out.tfevents."
-# The longest wait until the name of a new event file sorts behind those of earlier attempts. Clocks of two machines may
-# differ by more; then TensorBoard shows rows that no longer count.
-_MOST_WAIT_SECONDS = 2.0
 
 
 class TensorBoardTracker(Tracker):
@@ -50,7 +46,6 @@ class TensorBoardTracker(Tracker):
         with self._guarded():
             from torch.utils.tensorboard import SummaryWriter
 
-            _wait_for_a_later_name(run.folder / FOLDER)
             self._writer = SummaryWriter(
                 log_dir=str(run.folder / FOLDER),
                 purge_step=run.resumed_step + 1 if run.attempt > 1 else None,
@@ -107,15 +102,3 @@ class TensorBoardTracker(Tracker):
                 shutil.move(file, aside / file.name)
             else:
                 file.unlink(missing_ok=True)
-
-
-def _wait_for_a_later_name(folder: Path) -> None:
-    """Wait until a new event file sorts behind those in this folder.
-
-    TensorBoard reads the files of a folder in the order of their names, which begin with the second of their creation.
-    """
-    seconds = (file.name.removeprefix(_EVENTS).split(".")[0] for file in folder.glob(f"{_EVENTS}*"))
-    newest = max((int(second) for second in seconds if second.isdecimal()), default=0)
-    wait = newest + 1 - time.time()
-    if 0 < wait <= _MOST_WAIT_SECONDS:
-        time.sleep(wait)

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,7 @@ class TensorBoard(TrackerConfig):
     """
 
     kind: str = "tensorboard"
-    flush_seconds: int = 10
-
-    def __post_init__(self) -> None:
-        if self.flush_seconds < 1:
-            raise ConfigError("tracker.flush_seconds", self.flush_seconds, "must be at least 1", "try 10")
+    flush_seconds: int = field(default=10, metadata={"least": 1})
 
     def implementation(self) -> Tracker:
         from titanlab.techniques.tracker.tensorboard import TensorBoardTracker
@@ -75,7 +71,7 @@ class Wandb(TrackerConfig):
     group: str | None = None
     tags: tuple[str, ...] = ()
     finish_seconds: float = 10.0
-    queue_rows: int = 10_000
+    queue_rows: int = field(default=10_000, metadata={"least": 1})
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -90,8 +86,6 @@ class Wandb(TrackerConfig):
                 raise ConfigError("tracker.tags", tag, "a tag has 1 to 64 characters", "shorten it")
         if not self.finish_seconds >= 0:
             raise ConfigError("tracker.finish_seconds", self.finish_seconds, "must not be negative", "try 10")
-        if self.queue_rows < 1:
-            raise ConfigError("tracker.queue_rows", self.queue_rows, "must be at least 1", "try 10000")
 
     def implementation(self) -> Tracker:
         from titanlab.techniques.tracker.wandb import WandbTracker

@@ -26,9 +26,9 @@ from titanlab.prove.parity import trace
 from titanlab.records import OutcomeKind, RunFolder, classify, from_exit
 from titanlab.system import FolderGone, disk_fault
 from titanlab.train import Observer, check_beginning
-from titanlab.train import saves as module
+from titanlab.train import train as module
+from titanlab.train.dcp import run_source
 from titanlab.train.generate import _load
-from titanlab.train.weights_tensors import run_source
 
 STEPS = 6
 
@@ -124,19 +124,15 @@ def test_a_file_where_the_checkpoints_were_is_told_in_a_line(tmp_path, mode):
 
 def full_disk(made, run, failing_steps):
     """As a rank: train on a disk that takes no checkpoint of some steps."""
-    real = store.write_and_publish
+    real = store.write
 
-    def refused(staged, writer, world):
-        if int(writer.folder.name.partition("-")[2].partition(".")[0]) in failing_steps:
-            writer.folder.mkdir(exist_ok=True)
-            staged = refuse
-        real(staged, writer, world)
-
-    def refuse():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def refused(staged, folder):
+        if int(folder.name.partition("-")[2].partition(".")[0]) in failing_steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(staged, folder)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "write_and_publish", refused)
+        patch.setattr(store, "write", refused)
         return losses(made, run)
 
 
@@ -157,14 +153,14 @@ def test_a_save_in_the_background_that_fills_the_disk_does_not_end_the_run(tmp_p
     """metrics.jsonl and status.json find no room until the files of the save are removed."""
     made = tiny.recipe(tmp_path, steps=STEPS, saves="async", every=2, keep=0)
     run = tiny.begin(made)
-    real, write, full, met = store.write_and_publish, os.write, threading.Event(), threading.Event()
+    real, write, full, met = store.write, os.write, threading.Event(), threading.Event()
 
-    def filling(staged, writer, world):
-        if "step-00000004" in writer.folder.name:
+    def filling(staged, folder):
+        if "step-00000004" in folder.name:
             full.set()
             met.wait(30)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(staged, writer, world)
+        return real(staged, folder)
 
     def refused(descriptor, content):
         if full.is_set() and bytes(content).startswith(b'{"kind": "train", "step": 5'):
@@ -177,7 +173,7 @@ def test_a_save_in_the_background_that_fills_the_disk_does_not_end_the_run(tmp_p
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, content)
 
-    monkeypatch.setattr(store, "write_and_publish", filling)
+    monkeypatch.setattr(store, "write", filling)
     monkeypatch.setattr(os, "write", refused)
     tiny.as_rank(made, run)
     assert met.is_set()
@@ -222,13 +218,13 @@ class SlowWrites:
     """A disk on which each save takes a while."""
 
     def __init__(self, patch, seconds):
-        real = store.write_and_publish
+        real = store.write
 
         def slow(*given):
             time.sleep(seconds)
-            real(*given)
+            return real(*given)
 
-        patch.setattr(store, "write_and_publish", slow)
+        patch.setattr(store, "write", slow)
 
 
 def test_a_second_save_waits_for_the_first_and_a_stop_too(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from titanlab.data import source
 from titanlab.data.schema import Files, HuggingFace
 from titanlab.prove import TrainingTrace, parity
 from titanlab.records import OutcomeKind, RunFolder
-from titanlab.techniques.compile.watch import RECOMPILATIONS
+from titanlab.techniques.compile.compiler import RECOMPILATIONS
 
 STEPS = 8
 STOP = 3

@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 
 from tests import tiny
-from tests.training.test_balance import MODEL, recipe
+from tests.train.test_balance import MODEL, recipe
 from titanlab.checkpoint import latest
 from titanlab.cli import main
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.distributed import ALONE, open_world
 from titanlab.train import generate as sampling
-from titanlab.train.balance import set_biases
-from titanlab.train.starting_weights import open_folder
-from titanlab.train.weights_tensors import fill
+from titanlab.train.initialise import fill
+from titanlab.train.totals import set_biases
+from titanlab.train.weights import open_folder
 
 STEPS, SEQUENCES, RATE = 4, 8, 0.05
 WITH_BIASES = replace(MODEL, bias_rate=RATE)

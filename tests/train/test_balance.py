@@ -19,8 +19,9 @@ from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.techniques.model.mixture_of_experts import Auxiliary, Router
 from titanlab.train import Observer, Totals
-from titanlab.train.balance import Balance, ExpertRows, Load
 from titanlab.train.initialise import initialise
+from titanlab.train.recording import ExpertRows
+from titanlab.train.totals import Balance, Load
 
 MODEL = Qwen3Moe(**{**SIZES, "layers": 2}, head_dim=32, ffn_dim=32, experts=8, active_experts=2, bias_rate=0.01)
 

@@ -32,7 +32,7 @@ def again(run, config, steps, *, resumed_step=0, **record):
             metrics.write("train", step, {meter.LOSS: 10.0 * attempt + step, meter.MFU: None})
         metrics.write("validation", step, {meter.VALIDATION_LOSS: float(attempt)})
     kind = config.kind
-    record = {"kind": kind, "state": OPEN, "id": run.tracker_id(), "step": 2, "attempt": attempt, **record}
+    record = {"kind": kind, "state": OPEN, "id": run.identity().tracker_id, "step": 2, "attempt": attempt, **record}
     write_record(run.attempt_folder(attempt) / RECORD_FILE, Record(**record))
 
 
@@ -49,7 +49,7 @@ def test_wandbs_file_of_a_run_that_was_resumed(made, times):
     run = tracked(made, Wandb(), wanted="online")
     again(run, Wandb(), range(5, 11), resumed_step=4, wanted="online")
     end(run)
-    cut = run.path / "wandb" / f"offline-run-20260101_000000-{run.tracker_id()}"
+    cut = run.path / "wandb" / f"offline-run-20260101_000000-{run.identity().tracker_id}"
     cut.mkdir(parents=True)
     (cut / "run-x.wandb").write_text("")
     assert tracker_gap(run) == (
@@ -59,7 +59,7 @@ def test_wandbs_file_of_a_run_that_was_resumed(made, times):
         (record,) = rebuild(run)
         records = inspect(run.path)
         opened = next(each["run"] for each in records if each["type"] == "run")
-        assert (opened["run_id"], opened["display_name"]) == (run.tracker_id(), run.path.name)
+        assert (opened["run_id"], opened["display_name"]) == (run.identity().tracker_id, run.path.name)
         rows = [each["history"]["item"] for each in records if each["type"] == "history"]
         # What the second attempt went over again counts as it did then.
         assert [row["_step"] for row in rows] == list(range(1, 11))

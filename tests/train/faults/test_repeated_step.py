@@ -15,8 +15,8 @@ from titanlab.prove import parity
 from titanlab.recipe import recipe_rules
 from titanlab.records import OutcomeKind, classify
 from titanlab.techniques.model import llama
-from titanlab.train import saves
-from titanlab.train.saves import RepeatedStep, SilentCorruption
+from titanlab.train import train as loop
+from titanlab.train.train import RepeatedStep, SilentCorruption
 
 
 def random_feed_forward(self, hidden, whole=llama.FeedForward.forward):
@@ -26,7 +26,7 @@ def random_feed_forward(self, hidden, whole=llama.FeedForward.forward):
 def trace_of(made, run):
     """Losses and parameters of a model that draws random numbers."""
     calls = 0
-    whole = saves.generator_states
+    whole = loop.generator_states
 
     def counted(world):
         nonlocal calls
@@ -36,7 +36,7 @@ def trace_of(made, run):
     tracer = parity.Tracer(made.layout)
     with (
         patch.object(llama.FeedForward, "forward", random_feed_forward),
-        patch.object(saves, "generator_states", counted),
+        patch.object(loop, "generator_states", counted),
     ):
         tiny.as_rank(made, run, tracer)
     return calls, tracer.trace.losses, tracer.trace.parameters
@@ -92,5 +92,5 @@ def test_a_rule_on_gpus(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"training\.check_every=4: compares bits, and without training\.deterministic"
     ):
-        recipe_rules._training(made)
-    recipe_rules._training(replace(made, training=replace(made.training, deterministic=True)))
+        recipe_rules.check_training(made)
+    recipe_rules.check_training(replace(made, training=replace(made.training, deterministic=True)))

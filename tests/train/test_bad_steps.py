@@ -25,7 +25,7 @@ from titanlab.techniques.precision.cast import DynamicLossScale, LossScale
 from titanlab.techniques.precision.cast_schema import Fp16
 from titanlab.train import Reduction
 from titanlab.train.assemble import SkipBadSteps
-from titanlab.train.saves import Rollbacks
+from titanlab.train.train import Rollbacks
 
 STEPS = 6
 BAD = 3

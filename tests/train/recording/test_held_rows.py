@@ -6,7 +6,7 @@ import pytest
 
 from tests import tiny
 from tests.tracker.test_wandb import inspect
-from tests.training.test_bad_steps import BAD, STEPS, attempt
+from tests.train.test_bad_steps import BAD, STEPS, attempt
 from titanlab.costs import meter
 from titanlab.techniques.tracker.contract import Tracker
 from titanlab.techniques.tracker.trackers_schema import Wandb

@@ -1,9 +1,11 @@
-"""The verdict over records of a hang that are written by hand, and the table of its ranks."""
+"""The verdict over records of a hang, the table of its ranks, and the records on disk: whole, damaged and foreign."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from tests import tiny
 from titanlab.records import (
     CodeLine,
     Collective,
@@ -16,8 +18,11 @@ from titanlab.records import (
     named,
     odd_calls,
     rank_rows,
+    read_hang,
     table_lines,
+    write_hang,
 )
+from titanlab.records.hang import hang_folder, parse_hang
 
 STEP = (
     ("shard", "all_gather", 40),
@@ -89,7 +94,7 @@ def outside(state, activity=""):
          f"rank 1 does not answer: its process is stopped (SIGSTOP); ranks 0, 2 wait in {PENDING} {AT_FORWARD}", (1,)),
         (WAITERS, {}, f"rank 1 does not answer: it has left no record; ranks 0, 2 wait in {PENDING}", (1,)),
         (WAITERS, {"unread": [1]},
-         f"ranks wait: ranks 0, 2 wait in {PENDING} {AT_FORWARD}; the records do not show for whom", ()),
+         f"ranks wait: ranks 0, 2 wait in {PENDING} {AT_FORWARD}; the records do not show which of them is wrong", ()),
         (WAITERS[:1], {"ended": {1: "ended with exit code 0"}, "silent": {2: "its process is gone"}},
          f"rank 1 ended early: ended with exit code 0; rank 0 waits in {PENDING}", (1,)),
         ((WAITERS[0], record(2, calls(3), state="stands", activity="data", source=MINE)), {"silent": {1: "it is stopped"}},
@@ -102,8 +107,8 @@ def outside(state, activity=""):
         ([record(rank, calls(3), state="stands", activity="data", source=MINE) for rank in range(3)], {},
          "ranks 0, 1, 2 wait for data in loop (project/mine.py:7)", (0, 1, 2)),
         ([record(rank, WAITING) for rank in range(3)], {},
-         (f"all 3 ranks wait, and no rank is behind: ranks 0, 1, 2 wait in {PENDING} {AT_FORWARD}; "
-         "the records do not show for whom"), ()),
+         (f"all 3 ranks wait, and no rank is behind: ranks 0, 1, 2 wait in {PENDING} {AT_FORWARD}, which all of its ranks "
+         "have called; the records do not show which of them is wrong"), ()),
         ([record(rank, []) for rank in range(3)], {},
          "all 3 ranks wait, and no rank is behind: ranks 0, 1, 2 wait at forward_backward", ()),
         ((*WAITERS, record(1, calls(3, STEP[0]), is_done=True)), {},
@@ -146,8 +151,8 @@ def test_a_collective_that_was_skipped_shows_in_the_ranks_own_steps(rank):
     usual = [record(other, calls(3, *STEP)) for other in range(3) if other != rank]
     found = verdict(*usual, record(rank, calls(3, STEP[0], STEP[2])))
     assert found.verdict.startswith(
-        f"rank {rank} skipped all_gather of [48] and called reduce_scatter of [88], where "
-        f"{named(each.rank for each in usual)} wait in all_gather of [48] (shard, sequence number 11); rank "
+        f"rank {rank} skipped all_gather of [48] and called reduce_scatter of [88] where "
+        f"{named(each.rank for each in usual)} call all_gather of [48] (shard, sequence number 11); rank "
     )
     assert (found.ranks, found.pending) == ((rank,), PENDING)
 
@@ -228,7 +233,8 @@ def test_two_groups_in_another_order():
     usual = record(0, [*PAIR * 3, *PAIR[:2]], groups=GROUPS)
     found = verdict(usual, record(1, [*PAIR * 3, PAIR[0], PAIR[2]], groups=GROUPS), world=2)
     assert found.verdict.startswith(
-        f"rank 1 skipped all_reduce of [2] and waits in all_gather (shard, sequence number 8) {AT_FORWARD}"
+        "rank 1 skipped all_reduce of [2] and called all_gather of [3] (shard, sequence number 8); "
+        "rank 1 is at forward_backward (titanlab/train/assemble.py:228); rank 0 waits in all_reduce (tensor, sequence "
     )
     assert (found.ranks, found.pending) == ((1,), "all_reduce (tensor, sequence number 4)")
 
@@ -237,7 +243,7 @@ def test_without_earlier_steps_a_deadlock_accuses_nobody():
     ranks = record(0, [PAIR[1]], groups=GROUPS), record(1, [PAIR[2]], groups=GROUPS)
     found = verdict(*ranks, world=2)
     assert found.verdict == (
-        f"ranks wait for each other: rank 0 waits in all_reduce (tensor, sequence number 1) {AT_FORWARD} for rank 1, "
+        f"ranks wait: rank 0 waits in all_reduce (tensor, sequence number 1) {AT_FORWARD} for rank 1, "
         f"rank 1 waits in all_gather (shard, sequence number 1) {AT_FORWARD} for rank 0; "
         "the records do not show which of them is wrong"
     )
@@ -258,7 +264,7 @@ def test_a_rank_in_a_rings_receive_waits_and_is_not_outside_of_collectives(funct
     # Rank 1 is at a collective that its earlier steps did not have here.
     found = verdict(in_ring(1, calls(3, STEP[0], STEP[2])), *others, world=4)
     assert found.verdict.startswith(
-        "rank 1 skipped all_gather of [48] and waits in reduce_scatter (shard, sequence number 11) at forward_backward"
+        "rank 1 skipped all_gather of [48] and called reduce_scatter of [88] (shard, sequence number 11); rank 1 is at for"
     )
     assert found.ranks == (1,)
     assert found.waits[0].text == "a receive of the ring (context)"
@@ -276,9 +282,10 @@ def test_a_collective_that_all_have_called_and_that_does_not_end_accuses_nobody(
     second = record(1, [("tensor", "all_reduce", 2)], groups={"shard": (0, 1), "tensor": (1, 2)})
     third = record(2, [("tensor", "all_reduce", 2)], groups={"tensor": (1, 2)})
     found = verdict(first, second, third)
-    assert found.verdict.startswith(
-        "rank 1 waits in all_reduce (tensor, sequence number 1), which all of its ranks have called; rank 0 waits in "
-        "all_gather (shard, sequence number 1) at "
+    assert found.verdict == (
+        f"ranks wait: rank 0 waits in all_gather (shard, sequence number 1) {AT_FORWARD} for rank 1, ranks 1, 2 wait in "
+        f"all_reduce (tensor, sequence number 1) {AT_FORWARD}, which all of its ranks have called; the records do not "
+        "show which of them is wrong"
     )
     assert (found.ranks, found.pending) == ((), "all_reduce (tensor, sequence number 1)")
 
@@ -289,7 +296,7 @@ def test_a_call_that_aborted_another_rank_is_named_from_the_ranks_own_steps():
     odd = record(1, calls(3, STEP[0], ("shard", "all_gather", 96)), state="raised", source=MINE)
     found = odd_calls({0: usual, 1: odd}, 2)
     assert found.verdict == (
-        "rank 1 calls all_gather of [96] where earlier steps called all_gather of [48] (shard, sequence number 11); "
+        "rank 1 has not called all_gather of [48] and called all_gather of [96] (shard, sequence number 11); "
         "rank 1 is at loop (project/mine.py:7)"
     )
     assert found.ranks == (1,)
@@ -317,7 +324,7 @@ WHOLE = [*LAYERS, ("world", "all_reduce", 7)]
 def test_the_last_call_is_compared_with_the_same_place_of_earlier_steps(given, is_odd):
     found = odd_calls({0: record(0, given)}, 1)
     assert (found is not None) is is_odd
-    assert found is None or "calls all_reduce of [7] where earlier steps called all_gather of [5]" in found.verdict
+    assert found is None or "has not called all_gather of [5] and called all_reduce of [7]" in found.verdict
 
 
 def stage(rank, *, sent, received, waiting=None, runs=True, calls=(), **how):
@@ -355,7 +362,7 @@ RECEIVES = "rank 0 waits in recv of the gradient of microbatch 2 from stage 1 (p
         ),
         (
             [stage(rank, sent=5, received=6, waiting=RECV) for rank in range(2)],
-            f"ranks wait for each other: {RECEIVES}",
+            f"ranks wait: {RECEIVES}",
             (),
         ),
         (
@@ -385,11 +392,6 @@ def test_many_ranks_take_a_second_and_not_an_hour():
     found = diagnose(ranks, world=256)
     assert found.ranks == (77,)
     assert found.verdict.count("waits in") + found.verdict.count("wait in") == 1
-
-
-def test_ranks_are_named():
-    assert [named(ranks) for ranks in ([3], [2, 0])] == ["rank 3", "ranks 0, 2"]
-    assert named(range(64)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
 
 
 def rows_of(*records, others=None, world=3):
@@ -424,3 +426,101 @@ def test_the_table_says_who_waits_for_whom_and_where():
         "ranks 0, 1, 2, innermost call first:",
         "  forward_backward (titanlab/train/assemble.py:228)",
     ]
+
+
+LINE = {"file": "titanlab/train/assemble.py", "line": 228, "function": "forward_backward"}
+
+
+def values(**changes):
+    collective = {
+        "group": "0",
+        "sequence": 3,
+        "operation": "all_reduce",
+        "sizes": [[7], [2, 3]],
+        "dtypes": ["Float", "Long"],
+        "is_message": False,
+        "is_done": False,
+        "created": 1.5,
+    }
+    return {
+        "schema": 1,
+        "rank": 0,
+        "time": 1.0,
+        "state": "waits",
+        "phase": "step 4",
+        "step": 3,
+        "seconds": 9,
+        "limit": None,
+        "activity": "",
+        "source": LINE,
+        "stack": [LINE],
+        "coordinates": {"shard": 0},
+        "groups": {"0": {"axis": "shard", "ranks": [0, 1]}},
+        "messages": None,
+        "collectives": [collective],
+        **changes,
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tiny.begin(tiny.recipe(tmp_path, shard=2))
+
+
+def test_what_is_written_is_read(run):
+    assert read_hang(run, 1) == read_hang(run, 7) == ({}, {})
+    write_hang(run, 1, parse_hang(values()))
+    records, damaged = read_hang(run, 1)
+    assert (records, damaged) == ({0: parse_hang(values())}, {})
+    assert records[0].groups["0"].ranks == (0, 1)
+    assert records[0].collectives[0].sizes == ((7,), (2, 3))
+    assert str(records[0].source) == "forward_backward (titanlab/train/assemble.py:228)"
+
+
+DAMAGE = {
+    "cut": (json.dumps(values())[:90], "is no JSON"),
+    "a list": ("[]", "holds list and no object"),
+    "a pickle": (b"\x80\x04cposix\nsystem\n(S'true'\ntR.", "is no JSON"),
+    "nested": ("[" * 100_000, "is no JSON"),
+    "another schema": (values(schema=2), "schema 2 is not 1"),
+    "another rank": (values(rank=5), "it is of rank 5"),
+    "a missing key": ({"schema": 1, "state": "waits"}, "missing required field `rank`"),
+    "an unknown state": (values(state="flies"), "'flies' - at `$.state`"),
+    "a text as a number": (values(step="3"), "Expected `int`, got `str` - at `$.step`"),
+    "messages to no rank": (
+        values(messages={"runs": True, "stages": [0], "sent": {"x": 1}, "received": {}, "waiting": None}),
+        "Expected `int`, got `str` - at `key` in `$.messages.sent`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_record_is_named_in_one_line_and_hides_no_other(run, name):
+    content, reason = DAMAGE[name]
+    write_hang(run, 1, parse_hang(values(rank=1)))
+    path = hang_folder(run, 1) / "rank-0.json"
+    if isinstance(content, dict):
+        content = json.dumps(content)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    records, damaged = read_hang(run, 1)
+    assert (list(records), list(damaged)) == ([1], [0])
+    assert damaged[0].startswith(f"{path}: ")
+    assert reason in damaged[0]
+    assert "\n" not in damaged[0]
+
+
+def test_other_files_are_passed_over_and_one_that_is_too_long_is_not_read(run):
+    write_hang(run, 1, parse_hang(values()))
+    for name in ("rank-x.json", f"rank-{'9' * 30}.json", ".rank-1.json.tmp"):
+        (hang_folder(run, 1) / name).write_text("{}")
+    assert list(read_hang(run, 1)[0]) == [0]
+    with (hang_folder(run, 1) / "rank-0.json").open("ab") as file:
+        file.truncate((1 << 24) + 1)
+    assert "more than 16777216 bytes" in read_hang(run, 1)[1][0]
+
+
+def test_texts_that_would_steer_a_terminal_are_cleaned():
+    found = parse_hang(values(phase="step\x1b[2J 4", source={**LINE, "function": "a\nb" + "c" * 9999}))
+    assert found.phase == "step?[2J 4"
+    assert found.source.function.startswith("a?bccc")
+    assert len(found.source.function) == 500

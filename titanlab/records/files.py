@@ -1,21 +1,100 @@
-"""config.yaml of a run, written so that YAML 1.1 and YAML 1.2 readers get the same values; and YAMLs of strangers."""
+"""JSON and YAML in the folder of a run: a damaged file, or one of another version, is an error of one line.
+
+A config.yaml is written so that readers of YAML 1.1 and of YAML 1.2 get the same values. The sections of the configs of
+a sweep (`training:` and its keys) are mostly equal, so both ways keep equal sections: a table of a thousand runs takes
+a third of the time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import marshal
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from titanlab.errors import ConfigError
-from titanlab.system import read_text
+from titanlab.system import parse_json, read_text
 
-# libyaml reads eight times as fast, which matters in a table of a thousand runs; not every PyYAML has it.
+RESTORE = "restore that file, or the run's folder"
+T = TypeVar("T")
+
+
+def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no file.
+
+    Raises:
+        ConfigError: the file cannot be read, or does not contain an object.
+    """
+    try:
+        value = loaded(read_text(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror or type(error).__name__})"
+        raise ConfigError("run", path, rule, "ask its owner for permission") from error
+    except ValueError as error:
+        raise ConfigError("run", path, f"is no JSON ({error})", cure) from error
+    if not isinstance(value, dict):
+        raise ConfigError("run", path, f"holds {type(value).__name__} and no object", cure)
+    return value
+
+
+def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
+    """The object in a JSON file as a dataclass; None if there is no file. Keys of a later version are left out.
+
+    Args:
+        schema: the number of the schema in the file, if it has one.
+        cure: the error's advice about a damaged file.
+
+    Raises:
+        ConfigError: the file cannot be read, its schema differs, or a value has the wrong type.
+    """
+    value = read_object(path, cure=cure)
+    return None if value is None else as_typed(path, value, kind, schema=schema, cure=cure)
+
+
+def as_typed(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int, cure: str = RESTORE) -> T:
+    """An object as a dataclass, as for `read_typed`."""
+    # Imported here: the import takes time, and `titanlab --help` reads no records.
+    import msgspec
+
+    if value.get("schema", schema) != schema:
+        rule = f"{path} has schema {value['schema']}, and this version of titanlab reads schema {schema}"
+        raise ConfigError("schema", value["schema"], rule, "use the version that made it")
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        rule, _, place = str(error).partition(" - at ")
+        if (missing := re.fullmatch(r"Object missing required field `(\w+)`", rule)) and not place:
+            raise ConfigError(missing[1], None, f"is missing in {path}", cure) from error
+        key = (re.findall(r"\w+", place.partition("$")[2]) or ["run"])[0]
+        raise ConfigError(key, value.get(key), f"{rule[0].lower()}{rule[1:]} in {path}", cure) from error
+
+
+def read_optional(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file that is not essential; None if the file is missing or cannot be read."""
+    try:
+        value = loaded(read_text(path))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def loaded(text: str) -> Any:
+    value = parse_json(text)
+    if "\\u" not in text:
+        return value
+    # JSON can escape a lone surrogate, which no terminal and no table can write.
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+
+
+# libyaml reads eight times as fast; not every PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The position before each line that begins in the first column.
 _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
@@ -63,7 +142,6 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _section_text(packed: bytes) -> str:
-    """The YAML text of a mapping of one key: the runs of a sweep differ in few of their sections."""
     return _dumped(marshal.loads(packed))
 
 
@@ -73,15 +151,16 @@ def _dumped(values: Mapping[str, Any]) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The values in a config.yaml.
-
-    Raises:
-        ConfigError: the file is missing, cannot be read, or has no mapping at its root.
-    """
+    """The values in a config.yaml. ConfigError: the file is missing, cannot be read, or has no mapping at its root."""
     try:
         text = read_text(path)
-        config = _by_sections(text)
-        if config is None:
+        # None for a section that must be read with the rest of the file.
+        sections = [_section(section) for section in _SECTION.split(text) if section]
+        config: Any = {}
+        for packed in sections:
+            # A copy for each caller, because callers may change values.
+            config |= {} if packed is None else marshal.loads(packed)
+        if not sections or None in sections:
             config = parse_yaml(text)
     except FileNotFoundError:
         raise ConfigError("run", path.parent, "has no config.yaml", "name the folder of a run") from None
@@ -93,41 +172,24 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _by_sections(text: str) -> dict[str, Any] | None:
-    """The values of a YAML, read section by section; None if it must be read as a whole.
-
-    The runs of a sweep differ in few of their sections (`training:` and its keys), and equal ones are parsed once: a
-    table of a thousand runs takes a third of the time.
-    """
-    values: dict[str, Any] = {}
-    for section in _SECTION.split(text):
-        if section:
-            packed = _section(section)
-            if packed is None:
-                return None
-            # A copy for each caller, because callers may change values.
-            values.update(marshal.loads(packed))
-    return values or None
-
-
 @functools.lru_cache(maxsize=4096)
 def _section(text: str) -> bytes | None:
     """A mapping of one key, packed; None for a section that may depend on others, or that has another style."""
     lines = text.splitlines()
-    plain = _KEY.match(lines[0]) and all(line.startswith("  ") for line in lines[1:])
     # Anchors, tags, texts of several lines, comments: rare, so leave them to the parser of the whole file.
-    if not plain or any(character in text for character in '&*!|>%#"\t') or not all(map(_is_closed, lines)):
+    is_plain = _KEY.match(lines[0]) and not any(character in text for character in '&*!|>%#"\t')
+    for line in lines:
+        is_closed = line.count("'") % 2 == 0 and all(
+            line.count(pair[0]) == line.count(pair[1]) for pair in ("[]", "{}")
+        )
+        is_plain = is_plain and is_closed and (line is lines[0] or line.startswith("  "))
+    if not is_plain:
         return None
     try:
         value = parse_yaml(text)
         return marshal.dumps(value) if isinstance(value, dict) and len(value) == 1 else None
     except ValueError:
         return None
-
-
-def _is_closed(line: str) -> bool:
-    """Whether no bracket or quote that a line opens is left open."""
-    return line.count("'") % 2 == 0 and line.count("[") == line.count("]") and line.count("{") == line.count("}")
 
 
 def parse_yaml(text: str) -> Any:

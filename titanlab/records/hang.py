@@ -1,0 +1,559 @@
+"""A hang: the record of each rank (`attempts/N/hang/rank-R.json`), and the rank that made the others wait.
+
+The evidence of a verdict, strongest first: a rank that ended early; a rank that does not answer; ranks that call
+different collectives; a rank that waits for nobody; a rank that calls something else than in its earlier steps; a rank
+for which others wait and that is in no collective. If this does not decide, no rank is named.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from titanlab.errors import ConfigError
+from titanlab.records.files import read_object
+from titanlab.records.run_folder import RunFolder
+from titanlab.system import finite, write_text
+
+SCHEMA = 1
+_LONGEST_TEXT = 500
+_MOST_BYTES = 1 << 24
+RankState = Literal["waits", "computes", "stands", "raised"]
+
+
+@dataclass(frozen=True)
+class CodeLine:
+    """A line of code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        file = self.file if self.file.startswith("titanlab/") else "/".join(self.file.split("/")[-2:])
+        return f"{self.function} ({file}:{self.line})"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective, or a send or receive (`is_message`), that a rank has called, with its number in torch's group."""
+
+    group: str
+    sequence: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]  # of its inputs
+    dtypes: tuple[str, ...]  # in torch's words
+    is_message: bool
+    is_done: bool
+    created: float = 0.0  # seconds since the epoch
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """A process group: its axis of the mesh, and its ranks."""
+
+    axis: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The send or receive of a pipeline for which a rank waits."""
+
+    operation: str
+    what: str
+    microbatch: int
+    stage: int
+    peer_stage: int
+    peer: int
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Sends and receives of a pipeline: how many a rank has started, by the other rank, and what it waits for."""
+
+    runs: bool  # whether a schedule was running; if not, all its messages had been started
+    stages: tuple[int, ...]
+    sent: Mapping[int, int]
+    received: Mapping[int, int]
+    waiting: Waiting | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HangRecord:
+    """One rank's record; it has `raised` an error, `waits` for other ranks or its device, `computes`, or `stands`."""
+
+    rank: int
+    state: RankState
+    phase: str  # such as `step 3`, which began `seconds` ago
+    step: int  # the last complete one
+    seconds: float
+    limit: float | None  # that the phase has reached; None: another rank reached its limit first
+    activity: str  # `data`, `checkpoint` or empty
+    source: CodeLine | None  # the innermost line of titanlab or of the user
+    stack: tuple[CodeLine, ...]  # of the main thread, innermost first
+    groups: Mapping[str, GroupRecord]  # by torch's name
+    messages: Messages | None
+    collectives: tuple[Collective, ...]  # oldest first
+    coordinates: Mapping[str, int] = field(default_factory=dict)  # on each axis whose degree is above 1
+    time: float = 0.0  # when the record was made, in seconds since the epoch
+
+    def axis(self, group: str) -> str:
+        return self.groups[group].axis if group in self.groups else f"group {group}"
+
+    def described(self, call: Collective) -> str:
+        """`all_reduce (shard, sequence number 41)`."""
+        return f"{call.operation} ({self.axis(call.group)}, sequence number {call.sequence})"
+
+
+def hang_folder(run: RunFolder, attempt: int) -> Path:
+    return run.attempt_folder(attempt) / "hang"
+
+
+def write_hang(run: RunFolder, attempt: int, record: HangRecord) -> None:
+    """Write a rank's record."""
+    folder = hang_folder(run, attempt)
+    folder.mkdir(parents=True, exist_ok=True)
+    # In one line: a record has a thousand collectives.
+    text = json.dumps(finite({"schema": SCHEMA, **asdict(record)}))
+    write_text(folder / f"rank-{record.rank}.json", text + "\n")
+
+
+def read_hang(run: RunFolder, attempt: int) -> tuple[dict[int, HangRecord], dict[int, str]]:
+    """The records of an attempt by rank, and for damaged files the reason in one line."""
+    records: dict[int, HangRecord] = {}
+    damaged: dict[int, str] = {}
+    for path in sorted(hang_folder(run, attempt).glob("rank-*.json")):
+        number = path.stem.removeprefix("rank-")
+        if not number.isdecimal() or len(number) > 9:
+            continue
+        try:
+            if path.stat().st_size > _MOST_BYTES:
+                raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+            record = parse_hang(read_object(path) or {})
+            if record.rank != int(number):
+                raise ValueError(f"it is of rank {record.rank}")
+            records[record.rank] = record
+        except (OSError, ConfigError, ValueError) as error:
+            reason = error.rule if isinstance(error, ConfigError) else getattr(error, "strerror", error)
+            damaged[int(number)] = f"{path}: {reason}"
+    return records, damaged
+
+
+def parse_hang(value: Mapping[str, Any]) -> HangRecord:
+    """The record in a JSON object; ValueError: a value has the wrong type, or the schema's number differs."""
+    import msgspec
+
+    if value.get("schema") != SCHEMA:
+        raise ValueError(f"schema {value.get('schema')} is not {SCHEMA}")
+    return msgspec.convert(_printable(value), HangRecord, str_keys=True)
+
+
+def _printable(value: Any) -> Any:
+    """The value with short texts that cannot control the terminal on which they are printed."""
+    if isinstance(value, str):
+        return "".join(letter if letter.isprintable() else "?" for letter in value[:_LONGEST_TEXT])
+    if isinstance(value, Mapping):
+        return {_printable(key): _printable(inner) for key, inner in value.items()}
+    return [_printable(inner) for inner in value] if isinstance(value, list) else value
+
+
+# Collectives whose inputs have the same size on all ranks.
+_EQUAL_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
+# Two places are compared if at least this many collectives before them are the same.
+_FEWEST_EQUAL = 3
+_MOST_NAMED = 8
+# File and functions in which a rank posts or waits for keys and values of a ring. With NCCL a rank can wait when it
+# posts: the first message of a group starts the group, which waits for the other ranks.
+_RING_FILE, _RING_FUNCTIONS = "titanlab/parallelism/context.py", ("received", "transfer")
+_ACTIVITIES = {"data": "wait for data", "checkpoint": "are in a checkpoint"}
+_SINGULAR = {"wait": "waits", "call": "calls", "compute": "computes", "stand": "stands", "are": "is", "do": "does"}
+_SINGULAR["have"] = "has"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """What a rank waits for, or what it does instead (`verb`, such as `compute`)."""
+
+    verb: str = "wait"
+    text: str = ""  # `all_reduce (shard, sequence number 41)`; empty if it is not known
+    on: frozenset[int] = frozenset()  # ranks that have not come; empty if all have, or if they are not known
+    call: Collective | None = None  # None for a message
+    at: str = ""  # the line of titanlab or of the user in which the rank is
+
+    def __str__(self) -> str:
+        place = f" {'at' if self.verb == 'wait' else 'in'} {self.at}" if self.at else ""
+        return self.verb + (f" in {self.text}" if self.text else "") + place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The verdict in one sentence, and the ranks that made the others wait; none if the records do not show them."""
+
+    verdict: str
+    ranks: tuple[int, ...] = ()
+    pending: str | None = None  # the collective or message in which the others wait; None if none of them waits
+    waits: Mapping[int, Wait] = field(default_factory=dict)  # of each rank with a record
+
+
+def diagnose(
+    records: Mapping[int, HangRecord],
+    *,
+    world: int,
+    silent: Mapping[int, str] | None = None,
+    ended: Mapping[int, str] | None = None,
+    unread: Collection[int] = (),
+) -> Diagnosis:
+    """The verdict over the ranks' records.
+
+    Args:
+        world: number of ranks; 0: unknown.
+        silent: ranks that did not answer, with what is known of their processes.
+        ended: ranks that ended before, with the way in which each ended.
+        unread: ranks that have answered, but whose records cannot be read.
+    """
+    silent, ended = dict(silent or {}), dict(ended or {})
+    known = {*records, *silent, *ended, *unread}
+    silent |= {rank: "it has left no record" for rank in range(world) if rank not in known}
+    waits = _waits(records, {*silent, *ended})
+    for reasons, phrase in ((ended, "ended early"), (silent, "do not answer")):
+        if reasons:
+            ranks = sorted(reasons)
+            listing = ", ".join(f"rank {rank}: {reasons[rank]}" for rank in ranks[:_MOST_NAMED])
+            why = f": {reasons[ranks[0]]}" if len(ranks) == 1 else f" ({listing})"
+            return _accused(_who(ranks, phrase) + why, ranks, waits)
+    if (different := different_calls(records)) is not None:
+        return replace(different, waits=waits)
+    awaited = {peer for wait in waits.values() for peer in wait.on}
+    if outside := [rank for rank, wait in waits.items() if wait.verb != "wait"]:
+        ranks = [rank for rank in outside if rank in awaited] or outside
+        return _accused(_listed({rank: waits[rank] for rank in ranks}), ranks, waits)
+    if (skipped := _skipped_message(records, waits)) is not None:
+        return skipped
+    # Every rank with a record waits. If each waits for another, the graph of waits has a cycle.
+    blocked = [rank for rank, wait in waits.items() if wait.on]
+    calls = {rank: call for rank in blocked if (call := waits[rank].call) is not None}
+    if (odd := _unlike_before(records, calls, fewer_than=len(blocked))) is not None:
+        return _accused(odd.verdict, odd.ranks, waits)
+    if ends := sorted(rank for rank in awaited if rank in waits and not waits[rank].on and not waits[rank].text):
+        place = f" in {waits[ends[0]].at}" if waits[ends[0]].at else ""
+        return _accused(f"{_who(ends, 'are')}{place} and in no collective", ends, waits)
+    listing = _listed(waits, says_for_whom=not unread)
+    # First a collective that all of its ranks have called: the connection may be at fault.
+    pending = next((wait.text for wait in sorted(waits.values(), key=lambda wait: bool(wait.on)) if wait.text), None)
+    who = "ranks wait" if blocked or unread or not waits else f"all {len(waits)} ranks wait, and no rank is behind"
+    verdict = f"{who}: {listing}; the records do not show which of them is wrong"
+    return Diagnosis(verdict=verdict, pending=pending, waits=waits)
+
+
+def different_calls(records: Mapping[int, HangRecord]) -> Diagnosis | None:
+    """The verdict over ranks that call different collectives in a group; None if no group has a difference."""
+    # By name and ranks of a group, because groups with the same name may have different ranks; then by sequence number.
+    calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, record in records.items():
+        # Look up once per record: a key may have thousands of ranks.
+        own = {name: calls[name, group.ranks] for name, group in record.groups.items() if group.ranks}
+        for call in record.collectives:
+            if not call.is_message and call.group in own:
+                own[call.group][call.sequence][rank] = call
+    unclear = None
+    for _, by_sequence in sorted(calls.items()):
+        differ = (group for _, group in sorted(by_sequence.items()) if len(set(map(_signature, group.values()))) > 1)
+        if (by_rank := next(differ, None)) is None:
+            continue
+        # A rank is wrong if it calls something else than in its own earlier steps; if no rank does, if it calls
+        # something else than more than half of the ranks.
+        wrong: dict[int, _Deviation | None] = {**_deviating(records, by_rank)}
+        if not wrong:
+            ((usual, count),) = Counter(map(_signature, by_rank.values())).most_common(1)
+            if 2 * count > len(by_rank):
+                wrong = {rank: None for rank, call in by_rank.items() if _signature(call) != usual}
+        others = [rank for rank in by_rank if rank not in wrong]
+        if wrong and others:
+            right = by_rank[others[0]]
+            text = _odd_text(records, by_rank, wrong, where=f"{_who(others, 'call')} {_with_sizes(right)}")
+            return Diagnosis(verdict=text, ranks=tuple(sorted(wrong)), pending=records[others[0]].described(right))
+        # Another group may show which ranks are wrong.
+        unclear = unclear or by_rank
+    if unclear is None:
+        return None
+    first, call = next(iter(unclear.items()))
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for rank, each in unclear.items():
+        ranks_of[_with_sizes(each)].append(rank)
+    listing = ", ".join(f"{named(ranks)} {text}" for text, ranks in ranks_of.items())
+    place = f"{records[first].axis(call.group)}, sequence number {call.sequence}"
+    text = f"ranks call different collectives ({place}): {listing}; the records do not show which of them is wrong"
+    return Diagnosis(verdict=text, pending=records[first].described(call))
+
+
+def odd_calls(records: Mapping[int, HangRecord], failed: int) -> Diagnosis | None:
+    """The verdict over ranks whose last collective, in a group of a failed rank, differs from earlier steps."""
+    last: dict[int, Collective] = {}
+    for rank, record in records.items():
+        call = next((call for call in reversed(record.collectives) if not call.is_message), None)
+        if call is not None and call.group in record.groups and failed in record.groups[call.group].ranks:
+            last[rank] = call
+    return _unlike_before(records, last, fewer_than=max(len(records), 2))
+
+
+class _Deviation(NamedTuple):
+    """The collective that a rank called here in earlier steps, and whether the rank has now skipped it."""
+
+    expected: Collective
+    is_skip: bool
+
+
+def _deviating(records: Mapping[int, HangRecord], calls: Mapping[int, Collective]) -> dict[int, _Deviation]:
+    """The ranks whose call differs from their own call at the same place of earlier steps.
+
+    The same place is the one before which the most collectives are the same.
+    """
+    deviating = {}
+    for rank, call in calls.items():
+        record = records[rank]
+        known = [each for each in record.collectives if not each.is_message]
+        signatures = [(record.axis(each.group), _signature(each)) for each in known]
+        index = next((number for number, each in enumerate(known) if each is call), 0)
+        earlier, most = 0, 0
+        for place in range(index - 1, 0, -1):
+            if most >= place:
+                break
+            equal = 0
+            while equal < place and signatures[place - 1 - equal] == signatures[index - 1 - equal]:
+                equal += 1
+            if equal > most:
+                earlier, most = place, equal
+        if most >= _FEWEST_EQUAL and signatures[earlier] != signatures[index]:
+            is_skip = earlier + 1 < index and signatures[earlier + 1] == signatures[index]
+            deviating[rank] = _Deviation(known[earlier], is_skip)
+    return deviating
+
+
+def _unlike_before(
+    records: Mapping[int, HangRecord], calls: Mapping[int, Collective], *, fewer_than: int
+) -> Diagnosis | None:
+    """The verdict over the ranks whose call is not that of their earlier steps; None if none is, or too many are."""
+    wrong = _deviating(records, calls)
+    if not 0 < len(wrong) < fewer_than:
+        return None
+    ranks = tuple(sorted(wrong))
+    pending = records[ranks[0]].described(calls[ranks[0]])
+    return Diagnosis(verdict=_odd_text(records, calls, wrong), ranks=ranks, pending=pending)
+
+
+def _odd_text(
+    records: Mapping[int, HangRecord],
+    calls: Mapping[int, Collective],
+    wrong: Mapping[int, _Deviation | None],
+    *,
+    where: str = "",
+) -> str:
+    """What wrong ranks have called; `where` says what the others call."""
+    ranks = sorted(wrong)
+    record, call, deviation = records[ranks[0]], calls[ranks[0]], wrong[ranks[0]]
+    text = f"{_who(ranks, 'call')} {_with_sizes(call)}"
+    if deviation is not None and (deviation.is_skip or not where):
+        verb = "skipped" if deviation.is_skip else "have not called"
+        text = f"{_who(ranks, verb)} {_with_sizes(deviation.expected)} and called {_with_sizes(call)}"
+    text += f" where {where}" if where else ""
+    text += f" ({record.axis(call.group)}, sequence number {call.sequence})"
+    return text + (f"; rank {ranks[0]} is at {record.source}" if record.source is not None else "")
+
+
+def _signature(call: Collective) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    """The properties that must be equal on all ranks of a group: operation and sizes, or operation only."""
+    return call.operation, call.sizes if any(name in call.operation for name in _EQUAL_SIZES) else ()
+
+
+def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[int, Wait]:
+    """For each rank with a record that is not absent, what it waits for, or does instead."""
+    reached: dict[int, dict[str, int]] = {}
+    for rank, record in records.items():
+        own = reached[rank] = dict[str, int]()
+        for call in record.collectives:
+            if not call.is_message:
+                # The last one of the list may be an earlier call: the list has the order of a clock.
+                own[call.group] = max(own.get(call.group, 0), call.sequence)
+
+    # Cached: ranks that wait in the same collective have the same answer, which may list thousands of ranks.
+    @functools.cache
+    def late(group: str, ranks: tuple[int, ...], sequence: int) -> frozenset[int]:
+        behind = {rank for rank in ranks if rank in reached and reached[rank].get(group, 0) < sequence}
+        return frozenset(behind.union(absent).intersection(ranks))
+
+    waits = {}
+    in_ring = {rank for rank, record in records.items() if _is_in_ring(record)}
+    for rank in sorted(set(records) - set(absent)):
+        record = records[rank]
+        at = str(record.source) if record.source is not None else ""
+        if record.state in ("computes", "stands"):
+            stands = _ACTIVITIES.get(record.activity, "stand")
+            waits[rank] = Wait(verb="compute" if record.state == "computes" else stands, at=at)
+            continue
+        if record.messages is not None and (message := record.messages.waiting) is not None:
+            direction = "to" if message.operation == "send" else "from"
+            text = f"{message.operation} of the {message.what} of microbatch {message.microbatch} {direction} "
+            text += f"stage {message.peer_stage} (pipeline, stage {message.stage})"
+            is_late = message.peer in absent or _missing(record, records.get(message.peer), message.operation) > 0
+            waits[rank] = Wait(text=text, on=frozenset({message.peer} if is_late else ()), at=at)
+            continue
+        # A collective that raised an error counts as done; it is the last one.
+        failed = record.collectives[-1:] if record.state == "raised" else ()
+        # Collectives of one group end in order: only the first pending one of each group blocks the rank.
+        firsts: dict[str, Collective] = {}
+        for call in (*record.collectives, *failed):
+            if not call.is_done or call in failed:
+                firsts.setdefault(call.group, call)
+        found = []
+        for call in firsts.values():
+            ranks = record.groups[call.group].ranks if call.group in record.groups else ()
+            on = frozenset(absent).intersection(ranks) if call.is_message else late(call.group, ranks, call.sequence)
+            found.append(Wait(text=record.described(call), on=on, call=call, at=at))
+        if not found and rank in in_ring:
+            # No list of collectives contains the messages of a ring.
+            ring = next((group.ranks for group in record.groups.values() if group.axis == "context"), ())
+            outside = {peer for peer in ring if peer in absent or (peer in records and peer not in in_ring)}
+            found = [Wait(text="a receive of the ring (context)", on=frozenset(outside - {rank}), at=at)]
+        waits[rank] = next((wait for wait in found if wait.on), found[0] if found else Wait(at=at))
+    return waits
+
+
+def _is_in_ring(record: HangRecord) -> bool:
+    return any(place.file.endswith(_RING_FILE) and place.function in _RING_FUNCTIONS for place in record.stack)
+
+
+def _missing(ours: HangRecord, theirs: HangRecord | None, operation: str) -> int:
+    """Number of sends to a peer, or receives from it, that the peer has not started; 0 without its messages."""
+    if ours.messages is None or theirs is None or theirs.messages is None:
+        return 0
+    if operation == "send":
+        return ours.messages.sent.get(theirs.rank, 0) - theirs.messages.received.get(ours.rank, 0)
+    return ours.messages.received.get(theirs.rank, 0) - theirs.messages.sent.get(ours.rank, 0)
+
+
+def _skipped_message(records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis | None:
+    """The verdict about a rank that has ended its schedule without starting a message for which another rank waits."""
+    for rank, wait in waits.items():
+        messages = records[rank].messages
+        if messages is None or (waiting := messages.waiting) is None or not wait.on:
+            continue
+        (peer,) = wait.on
+        theirs = records[peer].messages
+        if theirs is None or theirs.runs or records[peer].step != records[rank].step:
+            continue
+        opposite = "recv" if waiting.operation == "send" else "send"
+        missing = _missing(records[rank], records[peer], waiting.operation)
+        count = f"a {opposite}" if missing == 1 else f"{missing} {opposite}s"
+        text = f"rank {peer} (stage {waiting.peer_stage}) skipped {count} ({waiting.what})"
+        if peer in waits and waits[peer].text:
+            text += f" and {_agreeing(waits[peer], 1)}"
+        return _accused(text, [peer], waits)
+    return None
+
+
+def _accused(text: str, ranks: Iterable[int], waits: Mapping[int, Wait]) -> Diagnosis:
+    """The verdict, followed by the places where other ranks wait; first the ranks that wait for the accused ones."""
+    ranks = tuple(ranks)
+    others = {rank: wait for rank, wait in waits.items() if rank not in ranks}
+    direct = {rank: wait for rank, wait in others.items() if wait.on & set(ranks)} or others
+    pending = next((wait.text for wait in direct.values() if wait.text), None)
+    verdict = f"{text}; {_listed(others)}" if others else text
+    return Diagnosis(verdict=verdict, ranks=ranks, pending=pending, waits=waits)
+
+
+def _listed(waits: Mapping[int, Wait], *, says_for_whom: bool = False) -> str:
+    """The places where ranks wait; ranks at the same place together."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for rank, wait in waits.items():
+        whom = f" for {named(wait.on)}" if wait.on else ", which all of its ranks have called" if wait.call else ""
+        places[f"{wait}{whom if says_for_whom else ''}"].append(rank)
+    listed = [_who(ranks, phrase) for phrase, ranks in places.items()]
+    more = f", and {len(listed) - _MOST_NAMED} more places" if len(listed) > _MOST_NAMED else ""
+    return ", ".join(listed[:_MOST_NAMED]) + more
+
+
+def named(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0, 2`, `ranks 0, 1, … and 55 more`."""
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    shown = ", ".join(map(str, numbers[:_MOST_NAMED]))
+    return f"ranks {shown}" + (f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else "")
+
+
+def _who(ranks: Collection[int], phrase: object) -> str:
+    """The ranks, and what they do: `rank 1 waits`, `ranks 0, 2 wait`."""
+    return f"{named(ranks)} {_agreeing(phrase, len(ranks))}"
+
+
+def _agreeing(phrase: object, count: int) -> str:
+    verb, space, rest = str(phrase).partition(" ")
+    return (_SINGULAR.get(verb, verb) if count == 1 else verb) + space + rest
+
+
+def _with_sizes(call: Collective) -> str:
+    sizes = ", ".join(str(list(size)) for size in call.sizes[:2])
+    return f"{call.operation} of {sizes}" if sizes else call.operation
+
+
+_HEADINGS = {"rank": "rank", "state": "state", "phase": "phase", "last": "last collective", "waits_for": "waits for"}
+_STACK_LINES = 8
+
+
+def rank_rows(
+    diagnosis: Diagnosis, records: Mapping[int, HangRecord], others: Mapping[int, str], *, world: int
+) -> list[dict[str, Any]]:
+    """One row for each rank; all have the same keys.
+
+    Args:
+        others: known facts about ranks without a record.
+        world: number of ranks; 0: unknown.
+    """
+    rows = []
+    for rank in sorted({*range(world), *records, *others, *diagnosis.ranks}):
+        wait = diagnosis.waits.get(rank, Wait())
+        row: dict[str, Any] = {
+            "rank": rank,
+            "is_named": rank in diagnosis.ranks,
+            "state": others.get(rank, "no record"),
+            **dict.fromkeys(("phase", "step", "last", "is_done", "sequence")),
+            "waits_for": sorted(wait.on),
+            "place": None,
+            "stack": [],
+        }
+        if (record := records.get(rank)) is not None:
+            row["state"] = f"{record.state} ({record.activity})" if record.activity else record.state
+            row |= {"phase": record.phase, "step": record.step, "stack": list(map(str, record.stack))}
+            row["place"] = None if record.source is None else str(record.source)
+            if record.collectives:
+                last = record.collectives[-1]
+                row |= {"last": record.described(last), "is_done": last.is_done, "sequence": last.sequence}
+            if record.messages is not None and record.messages.waiting is not None and wait.text:
+                row |= {"last": wait.text, "is_done": False}
+        rows.append(row)
+    return rows
+
+
+def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The table, and below it the place of every rank; ranks at the same place share one line."""
+    table = [list(_HEADINGS.values())]
+    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for row in rows:
+        cells = {key: "" if row[key] is None else str(row[key]) for key in _HEADINGS}
+        if row["last"] is not None:
+            cells["last"] += ": done" if row["is_done"] else ": pending"
+        cells["waits_for"] = ", ".join(map(str, row["waits_for"]))
+        table.append(list(cells.values()))
+        places[tuple(row["stack"][:_STACK_LINES])].append(row["rank"])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
+    for stack, ranks in places.items():
+        if stack:
+            lines += ["", f"{named(ranks)}, innermost call first:", *(f"  {place}" for place in stack)]
+    return lines
