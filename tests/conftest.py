@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_LEFT_OUT] = lines
     if hasattr(config, "workerinput"):
         # Only the main process prints a summary.
-        config.workeroutput.get("left_out", []) = lines
+        config.workeroutput["left_out"] = lines
 
 
 def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
