@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests import tiny
@@ -16,7 +17,8 @@ from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.costs import meter, order
 from titanlab.data import Synthetic
 from titanlab.distributed import joined
-from titanlab.parallelism import attention_kernels, context
+from titanlab.parallelism import attention_kernels
+from titanlab.parallelism.context import ContextAttention
 from titanlab.prove import Tracer, parity
 from titanlab.prove.parity import compare
 from titanlab.recipe import Cluster
@@ -43,17 +45,12 @@ def needs(kernel):
         pytest.xfail(f"flash3 {reason[0]}")
 
 
-class NoOthers:
-    """An exchange for a rank that is alone."""
-
-    def blocks(self):
-        return iter(())
-
-    def give(self, gradients, into):
-        raise AssertionError("there is nobody to give to")
-
-    def collect(self, into):
-        pass
+@pytest.fixture
+def alone():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -67,15 +64,15 @@ class NoOthers:
     ],
 )
 @pytest.mark.parametrize("kv_heads", [2, 8])
-def test_attention_put_together_of_parts_is_that_of_the_whole(name, dtype, kv_heads):
+def test_attention_put_together_of_parts_is_that_of_the_whole(alone, name, dtype, kv_heads):
     needs(name)
-    choose_flash(name, torch.cuda.get_device_capability())
     torch.manual_seed(0)
     shapes = [(2, 200, heads, 64) for heads in (8, kv_heads, kv_heads, 8)]
     q, k, v, grad = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
-    kernel, chunks = attention_kernels._KERNELS[name], context.Chunks(None, rank=0, ranks=1)
-    out, lse = context.forward(NoOthers(), q, k, v, kernel, chunks)
-    found = (out, *context.backward(NoOthers(), grad, q, k, v, out, lse, kernel, chunks))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = ContextAttention("ring", alone, name)(*(x.transpose(1, 2) for x in leaves)).transpose(1, 2)
+    out.backward(grad)
+    found = out.detach(), *(x.grad for x in leaves)
     exact = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     whole = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
     whole.backward(grad.double().transpose(1, 2))

@@ -443,7 +443,9 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     note = next((note for note in notes if note.rank == diagnosis.ranks[0]), None)
     if note is None or is_silent(note):
         return replace(first, rank=diagnosis.ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
-    return replace(note, kind=first.kind, cause=cause, echo=False)
+    # The traceback of a rank that lost its connection says nothing of the cause.
+    trace = None if note.echo and note.kind is not OutcomeKind.HANG else note.traceback
+    return replace(note, kind=first.kind, cause=cause, traceback=trace, echo=False)
 
 
 def _diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Diagnosis:

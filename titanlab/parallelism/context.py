@@ -29,7 +29,7 @@ from torch.distributed import P2POp, ProcessGroup, Work, all_to_all_single, batc
 
 from titanlab.costs import BLOCKS, ModelAccount
 from titanlab.errors import ConfigError
-from titanlab.parallelism.attention_kernels import AttentionKernel, Gradients, choose
+from titanlab.parallelism.attention_kernels import choose
 from titanlab.parallelism.collectives import all_gather_single, group_named
 from titanlab.techniques.model.attention import HostStarts, InnerAttention, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
@@ -132,13 +132,33 @@ def _is_causal(module: nn.Module, account: ModelAccount, seq_len: int) -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, method: str, group: str, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """The output of `ContextAttention`, and the logarithms of denominators [batch, heads, seq / ranks], float32."""
+    """The output of `ContextAttention`, and the logarithms of denominators [batch, heads, seq / ranks], float32.
+
+    The local rows attend to all earlier keys, or to the earlier keys of their documents.
+    """
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
-    q, k, v = map(_sequence_first, (q, k, v))
-    ranks = group_named(group)
-    chunks = Chunks(starts, rank=ranks.rank(), ranks=ranks.size())
-    out, lse = forward(EXCHANGES[method]((k, v), ranks), q, k, v, chosen, chunks)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    q, k, v = (_swapped(x).contiguous() for x in (q, k, v))
+    exchange, chunks = EXCHANGES[method]((k, v), group_named(group)), Chunks(starts, group_named(group))
+    local = [_swapped(halves(x)) for x in (q, k, v)]
+    if chunks.inner is None:
+        parts = chosen.forward(*local, causal=True)
+    else:
+        parts = chosen.documents_forward(*local, starts=chunks.inner)
+    out, lse = (_joined_halves(_swapped(x), q.shape[0]) for x in parts)
+    # Add partial outputs in float32: rounding every sum to 16 bits would accumulate errors.
+    out = out.to(accumulator(q.dtype))
+
+    def attend(block: KeysAndValues) -> None:
+        for rectangle in chunks.rectangles(block, q):
+            inputs = rectangle.rows_of(q), rectangle.keys_of(block.k), rectangle.keys_of(block.v)
+            part, part_lse = chosen.forward(*map(_swapped, inputs), causal=False)
+            merge(rectangle.rows_of(out), rectangle.rows_of(lse), _swapped(part), _swapped(part_lse))
+
+    attend(_local_head(k, v, chunks))
+    for block in exchange.blocks():
+        attend(block)
+        del block  # before memory for the next is allocated
+    return _swapped(out.to(q.dtype)), _swapped(lse)
 
 
 @torch.library.custom_op("titanlab::context_attention_backward", mutates_args=())
@@ -154,12 +174,37 @@ def attention_backward(
     group: str,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, shaped as q, k and v; keys and values are transferred once more."""
     chosen = choose(kernel, q, k, v, shapes_vary=starts is not None)
-    grad, q, k, v, out, lse = map(_sequence_first, (grad, q, k, v, out, lse))
-    ranks = group_named(group)
-    chunks = Chunks(starts, rank=ranks.rank(), ranks=ranks.size())
-    dq, dk, dv = backward(EXCHANGES[method]((k, v), ranks), grad, q, k, v, out, lse, chosen, chunks)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    grad, q, k, v, out, lse = (_swapped(x).contiguous() for x in (grad, q, k, v, out, lse))
+    exchange, chunks = EXCHANGES[method]((k, v), group_named(group)), Chunks(starts, group_named(group))
+    local = [_swapped(halves(x)) for x in (grad, q, k, v, out, lse)]
+    if chunks.inner is None:
+        parts = chosen.backward(*local, causal=True)
+    else:
+        parts = chosen.documents_backward(*local, starts=chunks.inner)
+    dq, dk, dv = (_joined_halves(_swapped(x), q.shape[0]).to(accumulator(q.dtype)) for x in parts)
+
+    def add_gradients(block: KeysAndValues, into: Pair) -> None:
+        """Add the gradients from a block's keys to the gradients of local rows and of the block."""
+        for rectangle in chunks.rectangles(block, q):
+            own_grad, own_q, own_out, own_lse = (_swapped(rectangle.rows_of(x)) for x in (grad, q, out, lse))
+            keys, values = (_swapped(rectangle.keys_of(x)) for x in (block.k, block.v))
+            parts = chosen.backward(own_grad, own_q, keys, values, own_out, own_lse, causal=False)
+            of_rows, *of_keys = map(_swapped, parts)
+            rectangle.rows_of(dq).add_(of_rows)
+            for part, total in zip(of_keys, into, strict=True):
+                rectangle.add_to_keys(part, total)
+
+    for block in exchange.blocks():
+        gradients = torch.zeros_like(block.k), torch.zeros_like(block.v)
+        add_gradients(block, gradients)
+        exchange.give(gradients, into=(dk, dv))
+        del block, gradients  # before memory for the next is allocated
+    # The last part needs only local keys: it hides the transfer of the last gradients.
+    add_gradients(_local_head(k, v, chunks), first_halves((dk, dv)))
+    exchange.collect(into=(dk, dv))
+    return _swapped(dq.to(q.dtype)), _swapped(dk.to(k.dtype)), _swapped(dv.to(v.dtype))
 
 
 @attention.register_fake
@@ -185,11 +230,6 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
 
 
 attention.register_autograd(_differentiate, setup_context=_keep)
-
-
-def _sequence_first(x: Tensor) -> Tensor:
-    """[batch, heads, seq, …] → [batch, seq, heads, …], contiguous; rarely a copy, as projections have this layout."""
-    return x.transpose(1, 2).contiguous()
 
 
 def owned(rank: int, ranks: int) -> tuple[int, int]:
@@ -247,11 +287,11 @@ class Chunks:
             documents.
     """
 
-    def __init__(self, starts: Tensor | None, *, rank: int, ranks: int) -> None:
+    def __init__(self, starts: Tensor | None, group: ProcessGroup) -> None:
         """`starts`: [batch, seq] int64, on the CPU: the place in the whole sequence of the first token of each local
         token's document; None: each sequence is one document.
         """
-        self.numbers = owned(rank, ranks)
+        self.numbers = owned(group.rank(), group.size())
         self._starts: list[list[int]] | None = None
         self.inner: Tensor | None = None
         if starts is not None:
@@ -279,81 +319,6 @@ class Chunks:
                 if keys:
                     end = bisect_right(starts, first, lo=begin, hi=begin + size)
                     yield Rectangle(slice(sequence, sequence + 1), slice(begin, end), keys)
-
-
-def forward(
-    exchange: Ring | GatherKv, q: Tensor, k: Tensor, v: Tensor, kernel: AttentionKernel, chunks: Chunks
-) -> tuple[Tensor, Tensor]:
-    """Attention of the local rows to all earlier keys, or to the earlier keys of their documents.
-
-    Args:
-        q: [batch, seq, heads, head_dim], contiguous; k, v: with kv_heads.
-
-    Returns:
-        The output [batch, seq, heads, head_dim] in q's dtype, and the logarithms of the rows' denominators
-        [batch, seq, heads], float32.
-    """
-    local = [_swapped(halves(x)) for x in (q, k, v)]
-    if chunks.inner is None:
-        parts = kernel.forward(*local, causal=True)
-    else:
-        parts = kernel.documents_forward(*local, starts=chunks.inner)
-    out, lse = (_joined_halves(_swapped(x), q.shape[0]) for x in parts)
-    # Add partial outputs in float32: rounding every sum to 16 bits would accumulate errors.
-    out = out.to(accumulator(q.dtype))
-
-    def attend(block: KeysAndValues) -> None:
-        for rectangle in chunks.rectangles(block, q):
-            inputs = rectangle.rows_of(q), rectangle.keys_of(block.k), rectangle.keys_of(block.v)
-            part, part_lse = kernel.forward(*map(_swapped, inputs), causal=False)
-            merge(rectangle.rows_of(out), rectangle.rows_of(lse), _swapped(part), _swapped(part_lse))
-
-    attend(_local_head(k, v, chunks))
-    for block in exchange.blocks():
-        attend(block)
-        del block  # before memory for the next is allocated
-    return out.to(q.dtype), lse
-
-
-def backward(
-    exchange: Ring | GatherKv,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    kernel: AttentionKernel,
-    chunks: Chunks,
-) -> Gradients:
-    """Gradients of q, k and v, shaped as q, k and v; keys and values are transferred once more."""
-    local = [_swapped(halves(x)) for x in (grad, q, k, v, out, lse)]
-    if chunks.inner is None:
-        parts = kernel.backward(*local, causal=True)
-    else:
-        parts = kernel.documents_backward(*local, starts=chunks.inner)
-    dq, dk, dv = (_joined_halves(_swapped(x), q.shape[0]).to(accumulator(q.dtype)) for x in parts)
-
-    def add_gradients(block: KeysAndValues, into: Pair) -> None:
-        """Add the gradients from a block's keys to the gradients of local rows and of the block."""
-        for rectangle in chunks.rectangles(block, q):
-            own_grad, own_q, own_out, own_lse = (_swapped(rectangle.rows_of(x)) for x in (grad, q, out, lse))
-            keys, values = (_swapped(rectangle.keys_of(x)) for x in (block.k, block.v))
-            parts = kernel.backward(own_grad, own_q, keys, values, own_out, own_lse, causal=False)
-            of_rows, *of_keys = map(_swapped, parts)
-            rectangle.rows_of(dq).add_(of_rows)
-            for part, total in zip(of_keys, into, strict=True):
-                rectangle.add_to_keys(part, total)
-
-    for block in exchange.blocks():
-        gradients = torch.zeros_like(block.k), torch.zeros_like(block.v)
-        add_gradients(block, gradients)
-        exchange.give(gradients, into=(dk, dv))
-        del block, gradients  # before memory for the next is allocated
-    # The last part needs only local keys: it hides the transfer of the last gradients.
-    add_gradients(_local_head(k, v, chunks), first_halves((dk, dv)))
-    exchange.collect(into=(dk, dv))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _local_head(k: Tensor, v: Tensor, chunks: Chunks) -> KeysAndValues:
