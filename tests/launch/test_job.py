@@ -211,7 +211,7 @@ def test_a_port_is_free_or_given():
     assert port_of({"MASTER_PORT": "29500"}) == 29500
     with socket.socket() as probe:
         probe.bind(("", port_of({})))
-    with pytest.raises(ConfigError, match="is no port"):
+    with pytest.raises(ConfigError, match="is not a port"):
         port_of({"MASTER_PORT": "70000"})
 
 

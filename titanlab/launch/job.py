@@ -181,7 +181,7 @@ def port_of(environ: Mapping[str, str]) -> int:
     port = environ.get("MASTER_PORT")
     if port:
         if not port.isdecimal() or not 0 < int(port) < 65_536:
-            raise ConfigError("MASTER_PORT", port, "is no port", "try MASTER_PORT=29500, or unset it")
+            raise ConfigError("MASTER_PORT", port, "is not a port", "try MASTER_PORT=29500, or unset it")
         return int(port)
     return free_port()
 

@@ -94,7 +94,7 @@ def test_a_host_without_slurm_is_no_fault_and_one_with_half_of_it_is(tmp_path, m
     ("scripts", "config", "expected"),
     [
         ({"sinfo": "echo 'slurm_load_partitions: Unable to contact' >&2; exit 1"}, {}, {"Slurm": "fail"}),
-        ({"sinfo": "head -c 3000 /dev/urandom"}, {}, {"partitions": "fail"}),
+        ({"sinfo": r"printf '\377\200 \001\n\000garbage\n'"}, {}, {"partitions": "fail"}),
         ({"sinfo": "true"}, {}, {"partitions": "fail"}),
         ({}, {"partition": "none"}, {"partitions": "fail"}),
         ({}, {"partition": "low"}, {"partitions": "fail"}),
