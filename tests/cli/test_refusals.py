@@ -530,8 +530,9 @@ a/b/c ⇒ repo=a/b/c: is no model of the hub; give <owner>/<model>, as in its ad
 """,
     "import": r"""
 nothing ⇒ source=nothing: there is no such folder; give a folder of Hugging Face's, or a model of its hub as owner/name
-theirs --model debug --into ours --name mine ⇒ --model=debug: is of a folder with .metadata; theirs names its model; leave it out
-theirs model.dim=3 --into ours --name mine ⇒ model.KEY=VALUE=model.dim=3: is of a folder with .metadata; theirs names its model; leave it out
+theirs --model debug --into ours --name mine ⇒ --model=debug: is for a folder with .metadata only; theirs names its model itself; leave it out
+theirs model.dim=3 --into ours --name mine ⇒ model.KEY=VALUE=model.dim=3: is for a folder with .metadata only; theirs names its model itself; leave it out
+theirs ours ⇒ model.KEY=VALUE=ours: is for a folder with .metadata only; theirs names its model itself; for the new folder, try --into ours
 theirs --into ours --name null ⇒ --name=null: as model=NAME is no model; try null_imported
 theirs --into ours --name NULL ⇒ --name=NULL: as model=NAME is no model; try NULL_imported
 """,

@@ -70,7 +70,9 @@ def _origin(args: Namespace, into: Path, console: Console) -> WeightsOrigin:
         return from_dcp(folder, recipe.model, _KEY)
     for key, value in (("--model", args.model), ("model.KEY=VALUE", " ".join(args.overrides))):
         if value:
-            raise ConfigError(key, value, f"is of a folder with {METADATA}; {folder} names its model", "leave it out")
+            rule = f"is for a folder with {METADATA} only; {folder} names its model itself"
+            cure = "leave it out" if key == "--model" or "=" in value else f"for the new folder, try --into {value}"
+            raise ConfigError(key, value, rule, cure)
     return from_folder(folder, _KEY)
 
 
