@@ -83,6 +83,7 @@ class StopRequest:
 
         def wake(number: int, frame: FrameType | None) -> None:
             if self.ends_at_once and self._is_due:
+                self._is_due = False
                 raise StoppedEarly
 
         try:
