@@ -439,8 +439,10 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
         return first
     if not (records or diagnosis.ranks):
         # Do not name a rank that only waits: its host would be left out of later jobs.
-        is_one_step = 1 < len(hung) == world and len({note.step for note in hung}) == 1
-        return replace(first, rank=None) if is_one_step else first
+        if not 1 < len(hung) == world or len({note.step for note in hung}) > 1:
+            return first
+        cause = f"{_what_hangs(hung)}: all {world} ranks wait for each other{_advice(hung)}"
+        return replace(first, rank=None, cause=cause)
     cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
     if not diagnosis.ranks:
         return replace(first, rank=None, cause=cause, echo=False)
