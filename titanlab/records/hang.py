@@ -154,7 +154,7 @@ def parse_hang(value: Mapping[str, Any]) -> HangRecord:
     try:
         return msgspec.convert(_printable(value), HangRecord, str_keys=True)
     except msgspec.ValidationError as error:
-        # Not a ValueError in msgspec 0.18.
+        # Not a ValueError before msgspec 0.21.
         raise ValueError(str(error)) from error
 
 
