@@ -93,6 +93,12 @@ def test_one_of_which_nobody_has_said_anything_is_named():
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more do not answer" in many.cause
 
 
+def test_of_ranks_that_all_wait_in_one_step_none_is_the_cause():
+    found = judged([waits(0), waits(1)], 2, {})
+    cause = f"step 4 did not end within 6 s: all 2 ranks wait for each other; {ADVICE}"
+    assert (found.rank, found.cause) == (None, cause)
+
+
 def test_of_ranks_that_all_wait_the_one_that_came_least_far_is_the_cause():
     behind = waits(1, step=2)
     assert judged([waits(0), behind, waits(2)], 3, {}) is behind

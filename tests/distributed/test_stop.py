@@ -129,6 +129,18 @@ def test_while_a_first_step_is_compiled_a_signal_ends_it_at_once():
     assert early.cause == "asked to end by SIGTERM; the run can be resumed (before its first step was done)"
 
 
+def test_a_rank_that_is_woken_again_while_it_ends_is_not_interrupted_again():
+    """The launcher sends SIGCONT after each signal, and so does Linux for each thread of a launcher that dies."""
+    is_clean = False
+    with stop_request() as request, pytest.raises(stop.StoppedEarly), request.at_once(active=True):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGCONT)
+            is_clean = True
+    assert is_clean
+
+
 def test_before_the_first_step_an_error_that_is_on_its_way_comes_first():
     with stop_request() as request:
         with pytest.raises(LookupError), request.at_once(active=True, patience_seconds=0.2):

@@ -509,6 +509,13 @@ def test_a_damaged_record_is_named_in_one_line_and_hides_no_other(run, name):
     assert "\n" not in damaged[0]
 
 
+def test_a_value_of_the_wrong_type_is_a_value_error_in_every_version_of_msgspec():
+    # Before msgspec 0.20 a ValidationError is not a ValueError.
+    with pytest.raises(ValueError, match="Expected `int`") as refused:
+        parse_hang(values(step="3"))
+    assert type(refused.value) is ValueError
+
+
 def test_other_files_are_passed_over_and_one_that_is_too_long_is_not_read(run):
     write_hang(run, 1, parse_hang(values()))
     for name in ("rank-x.json", f"rank-{'9' * 30}.json", ".rank-1.json.tmp"):

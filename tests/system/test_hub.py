@@ -131,6 +131,14 @@ def test_what_never_answers_is_waited_for_no_longer_than_asked(monkeypatch):
     assert time.monotonic() - start < 3
 
 
+def test_a_refused_connection_is_not_waited_for(monkeypatch, nobody):
+    monkeypatch.setenv("HF_ENDPOINT", nobody)
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "60")
+    start = time.monotonic()
+    assert hub.silence() == 60
+    assert time.monotonic() - start < 10
+
+
 def test_a_cache_only_library_is_named(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set; unset it"):

@@ -12,7 +12,7 @@ import pytest
 
 import titanlab
 from titanlab.launch.processes import worker_command
-from titanlab.system import CommandResult, module_command, output_of, process_start, run_command
+from titanlab.system import CommandResult, module_command, output_of, process_start, process_state, run_command
 
 
 def test_an_answer_is_what_was_said():
@@ -90,3 +90,14 @@ def test_an_interpreter_elsewhere_does_not_import_from_its_folder(monkeypatch, t
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     assert "-P" in module_command("titanlab.launch.rank")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the name is Linux's")
+def test_a_process_whose_name_is_cut_inside_a_character_has_a_state():
+    # Linux keeps 15 bytes of a name.
+    script = "import ctypes; ctypes.CDLL(None).prctl(15, b'a name of 14 b\\xc3'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1) as process:
+        process.stdout.readline()
+        assert process_start(process.pid)
+        assert process_state(process.pid) in ("S", "R")
+        process.kill()

@@ -417,7 +417,7 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
 def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Outcome:
     """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis.
 
-    Without records, the note of a rank that does not wait for others names the rank.
+    Without records, the rank is one that does not answer, or does not wait for others, or is behind the others.
     """
     first = first_cause(notes)
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]
@@ -435,8 +435,14 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
         diagnosis = different_calls(records) or odd_calls(records, first.rank or 0)
         if diagnosis is not None:
             diagnosis = replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
-    if diagnosis is None or not (records or diagnosis.ranks):
+    if diagnosis is None:
         return first
+    if not (records or diagnosis.ranks):
+        # Do not name a rank that only waits: its host would be left out of later jobs.
+        if not 1 < len(hung) == world or len({note.step for note in hung}) > 1:
+            return first
+        cause = f"{_what_hangs(hung)}: all {world} ranks wait for each other{_advice(hung)}"
+        return replace(first, rank=None, cause=cause)
     cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
     if not diagnosis.ranks:
         return replace(first, rank=None, cause=cause, echo=False)

@@ -83,6 +83,7 @@ class StopRequest:
 
         def wake(number: int, frame: FrameType | None) -> None:
             if self.ends_at_once and self._is_due:
+                self._is_due = False
                 raise StoppedEarly
 
         try:
@@ -182,17 +183,14 @@ def caught_signals() -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def handled_signals(numbers: Sequence[int], handler: Handler | None = None) -> Iterator[None]:
+def handled_signals(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
     """Handle these signals inside the block, also signals that were ignored; then restore their handlers.
 
     Main thread only.
-
-    Args:
-        handler: None: the block sets the handlers.
     """
     before = {number: signal.getsignal(number) for number in numbers}
     try:
-        for number in numbers if handler is not None else ():
+        for number in numbers:
             signal.signal(number, handler)
         yield
     finally:

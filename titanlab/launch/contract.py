@@ -262,7 +262,7 @@ class Launcher(Protocol):
     # In a process of a job
 
     def place_in(self, environ: Mapping[str, str]) -> ProcessPlace:
-        """The place that this launcher gave to a process of a job; ConfigError: a variable is missing or no number."""
+        """The place that this launcher gave to a job's process; ConfigError: a variable is missing or not a number."""
         raise NotImplementedError
 
     def addresses(self, place: ProcessPlace, environ: Mapping[str, str]) -> Iterator[str]:

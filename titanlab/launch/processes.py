@@ -250,8 +250,8 @@ class RankProcesses:
         """Wait until all ranks have ended well, one has failed, or those that are left must be ended.
 
         Args:
-            look: called every so many `seconds`; returns how long the ranks may still run, None for any time. The first
-                time that it returns counts.
+            look: called every so many `seconds`; returns how long the ranks may still run, None for any time. The
+                earliest end counts.
         """
         end, look_at = float("inf"), time.monotonic()
         while (running := self.running()) and not any(self._codes.values()):

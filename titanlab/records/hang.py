@@ -151,7 +151,11 @@ def parse_hang(value: Mapping[str, Any]) -> HangRecord:
 
     if value.get("schema") != SCHEMA:
         raise ValueError(f"schema {value.get('schema')} is not {SCHEMA}")
-    return msgspec.convert(_printable(value), HangRecord, str_keys=True)
+    try:
+        return msgspec.convert(_printable(value), HangRecord, str_keys=True)
+    except msgspec.ValidationError as error:
+        # Not a ValueError before msgspec 0.21.
+        raise ValueError(str(error)) from error
 
 
 def _printable(value: Any) -> Any:

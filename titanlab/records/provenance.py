@@ -52,7 +52,7 @@ def git_state(package: Path) -> GitState | None:
 
         try:
             return msgspec.convert(parse_json(read_text(root / RECORD))["git"], GitState | None)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, msgspec.ValidationError):
             return None
     top = _git(root, "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()).resolve() != root:

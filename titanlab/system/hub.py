@@ -61,8 +61,11 @@ def silence() -> float | None:
             seconds = max(float(os.environ["HF_HUB_ETAG_TIMEOUT"]), 0.1)
         answered = threading.Event()
         # In a thread, because name resolution ignores the timeout.
-        threading.Thread(target=does_answer, args=(seconds, answered), daemon=True).start()
-        if not answered.wait(seconds):
+        probe = threading.Thread(target=does_answer, args=(seconds, answered), daemon=True)
+        probe.start()
+        # A refused connection ends the thread at once.
+        probe.join(seconds)
+        if not answered.is_set():
             return seconds
     return None
 

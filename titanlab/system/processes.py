@@ -90,7 +90,7 @@ def _status_fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat, see proc(5), from the state on; empty if they cannot be read."""
     with contextlib.suppress(OSError):
         # The name is in brackets and may contain any character, also brackets and spaces.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
 
 

@@ -240,3 +240,24 @@ def killed(folder, command, when):
 
 def read(path):
     return path.read_text() if path.exists() else ""
+
+
+def test_an_error_in_a_forked_child_ends_it_before_it_runs_its_parents_code():
+    script = """
+        import os
+        from pathlib import Path
+        from titanlab.distributed import ALONE
+        from titanlab.launch.rank import fork
+
+        def fails(option, value):
+            raise OSError
+
+        fork._prctl = fails
+        try:
+            pids = fork.fork_children(ALONE, Path(), lambda: 0)
+        except OSError:
+            print("the child is in its parent's code")
+        else:
+            print(os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]))
+    """
+    assert subprocess.check_output([sys.executable, "-c", textwrap.dedent(script)], text=True) == "1\n"

@@ -87,20 +87,20 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
     for stream in (sys.stdout, sys.stderr):
         # Otherwise each rank would write the buffers' content again.
         stream.flush()
-    parent = os.getpid()
-    is_rank, pids = _fork_each(first, logs, terminal=False)
-    if not is_rank:
-        return pids
-    # No rank may return into the code of its parent, also after an error.
-    code = 1
+    parent, code = os.getpid(), 1
     try:
-        os.environ[PARENT] = str(parent)
-        os.setsid()
-        code = act()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        is_rank, pids = _fork_each(first, logs, terminal=False)
+        if is_rank:
+            os.environ[PARENT] = str(parent)
+            os.setsid()
+            code = act()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        return pids
     finally:
-        os._exit(code)
+        # No rank may return into the code of its parent, also after an error.
+        if os.getpid() != parent:
+            os._exit(code)
 
 
 def _fork_each(first: Ranks, logs: Path, *, terminal: bool) -> tuple[bool, dict[int, int]]:
