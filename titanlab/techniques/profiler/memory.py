@@ -37,8 +37,7 @@ class MemoryProfiler(Profiler):
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
         self._records = on_gpu
         self._used = resident_bytes()
-        # A file of the allocator's history; titanlab reads none of them, because they are pickles.
-        self._snapshot = f"{traces}/attempt-{attempt}-{{}}-rank-{rank}.snapshot.pickle"
+        self._traces, self._attempt, self._rank = traces, attempt, rank
         if on_gpu:
             device = torch.cuda.current_device()
             self._used = lambda: torch.cuda.memory_allocated(device)
@@ -76,7 +75,8 @@ class MemoryProfiler(Profiler):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_snapshot(self, moment: str) -> None:
-        path = Path(self._snapshot.format(moment))
+        """Write a file of the allocator's history; titanlab reads none of them, because they are pickles."""
+        path = self._traces / f"attempt-{self._attempt}-{moment}-rank-{self._rank}.snapshot.pickle"
         write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self.links.failed)
 
     def _at_out_of_memory(self, *_: int) -> None:
