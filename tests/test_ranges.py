@@ -80,9 +80,11 @@ class Part:
     free: int = field(default=1, metadata={"most": None})
     wait_seconds: float | None = 1.5
     share: float = 0.5
+    names: typing.Sequence[typing.Any] = ()
 
     def __post_init__(self) -> None:
         assert abs(self.size) <= MOST, "a rule has computed with it"
+        self.found = []
 
 
 @pytest.mark.parametrize(
@@ -106,6 +108,12 @@ def test_what_is_out_of_range_is_one_line(given, line):
 def test_what_is_in_range_is_taken():
     part = Part(size=MOST, few=-10, free=10**30, wait_seconds=None, share=-(10**12))
     assert (part.size, part.few, part.free, part.wait_seconds) == (MOST, -10, 10**30, None)
+
+
+def test_only_lists_of_a_config_become_tuples():
+    part = Part(names=["a", ["b"]])
+    assert part.names == ("a", ("b",))
+    assert part.found == []
 
 
 def test_a_number_of_many_digits_is_shown_in_short():

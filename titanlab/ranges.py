@@ -48,9 +48,10 @@ def ranged(prefix: str) -> Callable[[T], T]:
             for key, field, value in _numbers(fields, prefix, vars(self).get):
                 if isinstance(value, float) and not math.isfinite(value):
                     raise ConfigError(key, value, "must be a finite number", f"try {_usual(field) or 1}")
-            for name, value in [(name, value) for name, value in vars(self).items() if isinstance(value, list | dict)]:
+            for field in fields:
                 # OmegaConf and callers pass lists and dictionaries.
-                object.__setattr__(self, name, hashable(value))
+                if isinstance(value := vars(self).get(field.name), list | dict):
+                    object.__setattr__(self, field.name, hashable(value))
 
         schema.__init__ = checked  # type: ignore[misc]
         return schema

@@ -1,11 +1,15 @@
 """The head and the loss in chunks of tokens: values, gradients, and what exists at once."""
 
+import weakref
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlab.parallelism import IGNORE, ChunkedLoss, loss_sum
+from titanlab.techniques.precision.product import PLAIN
 
 SCALE = 0.37
 # The sums of a chunk are rounded in another order.
@@ -55,6 +59,21 @@ def test_a_gradient_of_the_weight_may_be_written_in_the_forward_pass():
     for each in losses:
         (each * SCALE).backward()
     torch.testing.assert_close(gradients(head, hidden), wanted, **BAR)
+
+
+def test_a_cast_weight_does_not_wait_for_the_backward_pass():
+    head, hidden, labels = given()
+    casts = []
+
+    def cast(weight):
+        made = weight.clone()
+        casts.append(weakref.ref(made))
+        return made
+
+    head.product = replace(PLAIN, for_forward=cast, for_inputs=cast)
+    loss = ChunkedLoss(head, tokens=4, scale=SCALE)(lambda: head(hidden), labels)
+    assert [made() for made in casts] == [None, None]
+    (loss * SCALE).backward()
 
 
 def test_without_a_loss_the_head_returns_logits():

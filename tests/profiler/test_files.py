@@ -130,7 +130,8 @@ def test_a_file_is_whole_or_absent(tmp_path):
 
 
 def test_a_snapshot_of_memory_that_cannot_be_written_leaves_a_warning(tmp_path, monkeypatch):
-    failures, observers = [], []
+    failures, observers, traces = [], [], tmp_path / "{run}" / "traces"
+    traces.parent.mkdir()
     memory = torch.cuda.memory
 
     def full(path):
@@ -153,14 +154,11 @@ def test_a_snapshot_of_memory_that_cannot_be_written_leaves_a_warning(tmp_path, 
             failed=lambda what, error: failures.append(what),
         )
     )
-    profiler.start(tmp_path / "traces", rank=0, attempt=1, on_gpu=True)
+    profiler.start(traces, rank=0, attempt=1, on_gpu=True)
     for step in range(1, 5):
         profiler.after_step(step)
     observers[0](0, 1, 2, 3)
     profiler.close()
-    names = [
-        str(tmp_path / "traces" / f"attempt-1-{moment}-rank-0.snapshot.pickle")
-        for moment in ("step-3", "out-of-memory")
-    ]
+    names = [str(traces / f"attempt-1-{moment}-rank-0.snapshot.pickle") for moment in ("step-3", "out-of-memory")]
     assert failures == names
-    assert list((tmp_path / "traces").iterdir()) == []
+    assert list(traces.iterdir()) == []

@@ -59,7 +59,10 @@ def test_wrong_values_are_refused(schema, values, line):
 
 def test_values_at_the_ends_of_their_ranges_are_taken():
     longest = "x" * 128
-    Wandb(project=longest, entity="é 1", group=longest, tags=["y", "z" * 64], finish_seconds=0, queue_rows=1)
+    names = {"project": longest, "entity": "é 1", "group": longest, "tags": ("y", "z" * 64)}
+    made = Wandb(**names, finish_seconds=0, queue_rows=1)
+    taken = {name: getattr(made, name) for name in (*names, "finish_seconds", "queue_rows")}
+    assert taken == {**names, "finish_seconds": 0, "queue_rows": 1}
 
 
 def test_a_tracker_that_writes_needs_its_package(monkeypatch):

@@ -335,20 +335,20 @@ class _HeadAndLoss(torch.autograd.Function):
             needs_bias=bias is not None and ctx.needs_input_grad[2],
         )
         total = chunked.in_chunks(tokens, weight, bias, labels, gradients)
-        if adds:
-            if weight.grad is None:
-                weight.grad = distributed_like(weight, in_gradient_dtype(weight, gradients.weight))
-            gradients.weight = None
-        ctx.gradients, ctx.scale, ctx.weight = gradients, chunked.scale, None if adds else weight
+        if adds and weight.grad is None:
+            weight.grad = distributed_like(weight, in_gradient_dtype(weight, gradients.weight))
+        # Only the results: the cast weight is freed here.
+        ctx.gradients = gradients.tokens, None if adds else gradients.weight, gradients.bias
+        ctx.scale, ctx.weight = chunked.scale, None if adds else weight
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: _Gradients = ctx.gradients
+        of_tokens, of_weight, of_bias = ctx.gradients
         # Freed here, because the graph may live until the end of the step.
         del ctx.gradients
         # The factor is 1, because the caller runs the backward of scale · loss.
         factor = grad_outputs[0] / ctx.scale
-        of_weight = None if gradients.weight is None else distributed_like(ctx.weight, gradients.weight.mul_(factor))
-        of_bias = None if gradients.bias is None else gradients.bias.mul_(factor)
-        return gradients.tokens.mul_(factor), of_weight, of_bias, None, None
+        of_weight = None if of_weight is None else distributed_like(ctx.weight, of_weight.mul_(factor))
+        of_bias = None if of_bias is None else of_bias.mul_(factor)
+        return of_tokens.mul_(factor), of_weight, of_bias, None, None

@@ -41,7 +41,7 @@ class Conversion:
 
 @functools.lru_cache(maxsize=256)
 def _conversion(layers: tuple[tuple[str, tuple[int, ...]], ...], skip: tuple[str, ...], multiple: int) -> Conversion:
-    """The layers, sorted; cached, because the recipes of a sweep ask the same of equal models."""
+    """Which layers are converted; cached, because the recipes of a sweep ask the same of equal models."""
     skipped = [name for name, _ in layers if any(path_matches(name, pattern) for pattern in skip)]
     others = {name: shape for name, shape in layers if name not in set(skipped)}
     uneven = {name: shape for name, shape in others.items() if any(size % multiple for size in shape)}

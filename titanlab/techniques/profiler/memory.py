@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,9 +37,8 @@ class MemoryProfiler(Profiler):
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
         self._records = on_gpu
-        self._used = resident_bytes()
-        # A file of the allocator's history; titanlab reads none of them, because they are pickles.
-        self._snapshot = f"{traces}/attempt-{attempt}-{{}}-rank-{rank}.snapshot.pickle"
+        self._used = resident_bytes
+        self._traces, self._attempt, self._rank = traces, attempt, rank
         if on_gpu:
             device = torch.cuda.current_device()
             self._used = lambda: torch.cuda.memory_allocated(device)
@@ -76,7 +76,8 @@ class MemoryProfiler(Profiler):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_snapshot(self, moment: str) -> None:
-        path = Path(self._snapshot.format(moment))
+        """Write a file of the allocator's history; titanlab reads none of them, because they are pickles."""
+        path = self._traces / f"attempt-{self._attempt}-{moment}-rank-{self._rank}.snapshot.pickle"
         write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self.links.failed)
 
     def _at_out_of_memory(self, *_: int) -> None:
@@ -134,12 +135,11 @@ def largest(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {**{metric(name): max(row[name] for row in rows) for name in PHASES}, RANK: rank}
 
 
-def resident_bytes() -> Callable[[], int]:
-    """A function that tells the resident memory of this process."""
+def resident_bytes() -> int:
+    """Resident memory of this process."""
     import psutil
 
-    process = psutil.Process()
-    return lambda: int(process.memory_info().rss)
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
@@ -185,7 +185,7 @@ def _described(error: BaseException) -> str:
     # CUDA's message goes on with a paragraph of advice.
     head = re.split(r"\.? GPU \d|\. Error code", line)[0].rstrip(". ")
     match = _CUDA_ALLOCATED.search(message)
-    whole = float(match[1]) * _UNITS[match[2]] if match else resident_bytes()()
+    whole = float(match[1]) * _UNITS[match[2]] if match else resident_bytes()
     sizes = consumers()
     sizes["activations and the rest"] = max(0, int(whole) - sum(sizes.values()))
     parts = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
@@ -202,8 +202,9 @@ def consumers() -> dict[str, int]:
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     gradients = [parameter.grad for parameter in parameters]
-    sizes, seen = dict.fromkeys(("parameters", "gradients", "optimizer state"), 0), set[int]()
-    for name, values in zip(sizes, (parameters, gradients, states), strict=True):
+    kinds: dict[str, list[Any]] = {"parameters": parameters, "gradients": gradients, "optimizer state": states}
+    sizes, seen = dict.fromkeys(kinds, 0), set[int]()
+    for name, values in kinds.items():
         for value in values:
             # Some kinds of tensors have no storage.
             with contextlib.suppress(RuntimeError, NotImplementedError):

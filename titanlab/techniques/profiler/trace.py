@@ -254,8 +254,7 @@ class WindowsProfiler(Profiler):
         self._profile: profile | None = None
 
     def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
-        self._name = f"{traces}/attempt-{attempt}-steps-{{}}-{{}}-rank-{rank}.json.gz"
-        self._on_gpu = on_gpu
+        self._traces, self._attempt, self._rank, self._on_gpu = traces, attempt, rank, on_gpu
 
     def after_step(self, step: int) -> None:
         self._steps += 1
@@ -303,7 +302,8 @@ class TraceProfiler(WindowsProfiler):
             with chrome_trace(running) as trace, trace.open("rb") as source, gzip.open(path, "wb") as target:
                 shutil.copyfileobj(source, target)
 
-        write_whole(Path(self._name.format(self._first, self._last)), write, self.links.failed)
+        name = f"attempt-{self._attempt}-steps-{self._first}-{self._last}-rank-{self._rank}.json.gz"
+        write_whole(self._traces / name, write, self.links.failed)
 
 
 class BreakdownProfiler(WindowsProfiler):

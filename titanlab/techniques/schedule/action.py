@@ -190,7 +190,7 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
 
 
 def _waits(orders: Orders, places: Sequence[int], stuck: Sequence[int], stages: int) -> Iterator[str]:
-    """What ranks wait for that cannot go on; `places`: by rank, the first action that has not run."""
+    """For each stuck rank, what it waits for; `places`: by rank, the first action that has not run."""
     # By the stage, kind and microbatch of its result: whether an action has run, its rank, and itself.
     known: dict[tuple[int, Kind, int], tuple[bool, int, Action]] = {}
     for rank, order in enumerate(orders):

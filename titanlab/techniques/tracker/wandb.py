@@ -327,8 +327,9 @@ def upload(runs: Sequence[Sequence[Path]]) -> None:
         raise TitanlabError(f"wandb has not uploaded {left[0]}{f' and {len(left) - 1} more' if left[1:] else ''}")
 
 
-# From here on: the writer. By `uname -m` of Linux: AUDIT_ARCH_* from linux/audit.h, and the number of the system call
-# rt_sigaction.
+# The rest of this file runs in the writer's process.
+
+# By `uname -m` of Linux: AUDIT_ARCH_* from linux/audit.h, and the number of the system call rt_sigaction.
 _MACHINES = {"x86_64": (0xC000003E, 13), "aarch64": (0xC00000B7, 134)}
 # linux/prctl.h and linux/seccomp.h.
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
