@@ -7,7 +7,7 @@ list is incomplete and its error names another key.
 
 titanlab reads these settings of Hydra: `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
 `${hydra:job.name}`), `hydra.mode` of a file and the texts of the help pages. Others would have no effect.
-`titanlab.sweep.plan` checks `hydra.launcher`, because it knows the points.
+`titanlab.sweep.request` checks `hydra.launcher`, because it knows the points.
 """
 
 from __future__ import annotations

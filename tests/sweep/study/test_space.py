@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
 from titanlab.records import check_name
-from titanlab.sweep.plan import read_control
+from titanlab.sweep.request import read_control
 from titanlab.sweep.space import (
     LENGTH,
     LIMIT,
