@@ -89,7 +89,7 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
     """Folders of YAMLs in packages, which may be archives. Reading one imports the package."""
 
     def __init__(self, provider: str, path: str) -> None:
-        # A package after --config-path is the user's own decision, and is not checked.
+        # A package after --config-path is the user's own decision: it may be imported.
         if provider.startswith("hydra.searchpath"):
             strangers.check_search_path([path])
         super().__init__(provider, path)

@@ -85,8 +85,9 @@ def test_a_bar_is_the_figure_of_the_ranking():
 
 
 def test_a_row_whose_number_of_processes_is_damaged_is_drawn():
-    (text,) = texts(throughput_by_layout([run("a", "tp2", 100.0, world=None, tokens_per_second_all=200.0)]))
-    assert text == "100, 200 together  (MFU 40.0%)"
+    rows = [run("a", "tp2", 100.0, world=None, tokens_per_second_all=200.0), run("b", "cp2", 50.0)]
+    assert texts(throughput_by_layout(rows))[0] == "100, 200 together  (MFU 40.0%)"
+    assert set(recipe_colours(rows)) == {"a", "b"}
 
 
 def test_a_recipe_has_one_colour_in_all_figures():
