@@ -258,6 +258,7 @@ hydra/job_logging=default ⇒ hydra/job_logging=default: is a setting of Hydra's
 hydra.job.name_of_it=x ⇒ hydra.job.name_of_it=x: is a setting of Hydra's that titanlab does not read; leave it out
 '~hydra' ⇒ hydra=: is a setting of Hydra's that titanlab does not read; leave it out: titanlab train --help has the keys of a recipe
 +hydra.callbacks.x._target_=os.system ⇒ hydra.callbacks.x._target_=os.system: names code, and a config never runs any; leave it out; code comes as an option of a package: docs/models-of-your-own.md
+'+model.x=choice(choice({_target_:os.system}),b)' ⇒ model.x._target_=os.system: names code, and a config never runs any; leave it out; code comes as an option of a package: docs/models-of-your-own.md
 'hydra.searchpath=[pkg://antigravity]' ⇒ hydra.searchpath=pkg://antigravity: would import a module, and a config never runs code; give a folder, or install a package with options: docs/models-of-your-own.md
 'name=${oc.env:STRANGE}' ⇒ name=${oc.env:STRANGE}: a variable of the environment may be a secret, and recipes are written down and sent to trackers; give the value itself; docs/configuration.md lists what may be read
 training.seq_len=0 ⇒ training.seq_len=0: must be at least 1; try 512

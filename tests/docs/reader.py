@@ -24,7 +24,7 @@ from titanlab.prove.forked import Ended
 from titanlab.recipe import Recipe, to_mapping
 from titanlab.records import Outcome, OutcomeKind, RunFolder, create_run, find_run
 from titanlab.sweep import check_study, plan
-from titanlab.sweep.plan import Request
+from titanlab.sweep.request import Request
 
 LAPTOP = Host(accelerator="cpu", device="cpu", count=2)
 GPUS = Host(accelerator="cuda", device="NVIDIA H100 80GB HBM3", count=8)

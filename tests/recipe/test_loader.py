@@ -137,6 +137,14 @@ def test_so_is_one_that_a_chosen_option_begins_with_or_is_made_of(tmp_path, file
         loader("--config-dir", folder, chosen).recipe()
 
 
+def test_an_equal_option_of_a_folder_between_hides_no_other_one(tmp_path):
+    same = with_option(tmp_path / "same", "model/mine.yaml", DEBUG)
+    equal = with_option(tmp_path / "equal", "model/mine.yaml", DEBUG)
+    other = with_option(tmp_path / "other", "model/mine.yaml", DEBUG.replace("layers: 3", "layers: 4"))
+    with pytest.raises(ConfigError, match="^model=mine: .*other/model/mine.yaml is never read: .*same has an option"):
+        loader(f"hydra.searchpath=[{same},{equal},{other}]", "model=mine").recipe()
+
+
 def test_hidden_options_that_nothing_chooses_or_that_say_the_same_are_allowed(tmp_path):
     folder = with_option(tmp_path, "model/llama_2m.yaml", DEBUG)
     original = (PACKAGE.parent / "conf" / "model" / "debug.yaml").read_text()

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import yaml
 
 from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
@@ -223,6 +224,18 @@ def test_a_recipe_that_cannot_be_read_has_neither(made, text):
     (made_run.path / "attempts/1/config.yaml").write_text(text)
     assert estimated_splits(facts) == []
     assert pipelines(facts) == ([], ["pp2: its config.yaml cannot be read"])
+
+
+@pytest.mark.parametrize("degrees", [{"shard": 0}, {"context": 0}, {"pipeline": 0}, {"pipeline": -1}])
+def test_a_pipeline_of_impossible_degrees_is_left_out(made, degrees):
+    made_run = done(made, "pp", pipeline=2)
+    facts = facts_in(made.folder)
+    file = made_run.path / "attempts/1/config.yaml"
+    recipe = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({**recipe, "parallelism": {**recipe["parallelism"], **degrees}}))
+    drawn, (line,) = pipelines(facts)
+    assert drawn == []
+    assert line.startswith("pp2: ")
 
 
 def test_each_form_of_a_pipeline_is_drawn_once(made):

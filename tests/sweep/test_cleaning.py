@@ -85,6 +85,19 @@ def test_the_size_is_that_of_files_and_links_count_nothing(tmp_path):
     assert size_of_tree(tmp_path / "empty") == 0
 
 
+def test_what_cannot_be_looked_at_has_no_size(tmp_path, monkeypatch):
+    """A user of a shared folder of runs may not look into folders of others."""
+
+    def refuse(path, *args, **named):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "lstat", refuse)
+        patched.setattr(os, "stat", refuse)
+        size = size_of_tree(tmp_path / "of others")
+    assert size == 0
+
+
 def touch(path, seconds):
     then = time.time() - seconds
     os.utime(path, (then, then), follow_symlinks=False)

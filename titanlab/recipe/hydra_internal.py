@@ -89,7 +89,7 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
     """Folders of YAMLs in packages, which may be archives. Reading one imports the package."""
 
     def __init__(self, provider: str, path: str) -> None:
-        # A package after --config-path is the user's own decision, and is not checked.
+        # A package after --config-path is the user's own decision: it may be imported.
         if provider.startswith("hydra.searchpath"):
             strangers.check_search_path([path])
         super().__init__(provider, path)
@@ -180,19 +180,19 @@ def check_hidden(sources: Iterable[Any], used: Callable[[], Iterable[str]]) -> N
     given = [each for each in sources if each.schema in ("file", "pkg") and each.provider not in ("hydra", "schema")]
     folders = [types[each.schema](each.provider, f"{each.schema}://{each.path}") for each in given]
     first: dict[str, ConfigSource] = {}
-    hidden: dict[str, ConfigSource] = {}
+    hidden: dict[str, list[ConfigSource]] = {}
     for folder in folders if len(folders) > 1 else ():
         root: Any = Path(folder.path) if folder.scheme() == "file" else importlib.resources.files(folder.path)
         for file in root.glob("*/**/*.yaml") if isinstance(root, Path) else ():
             path = file.relative_to(root).with_suffix("").as_posix()
             if first.setdefault(path, folder) is not folder and not path.startswith("hydra/"):
-                hidden.setdefault(path, folder)
+                hidden.setdefault(path, []).append(folder)
     for path in used() if hidden else ():
-        if path in hidden and _content(hidden[path], path) != _content(first[path], path):
+        others = (each for each in hidden.get(path, ()) if _content(each, path) != _content(first[path], path))
+        if (unread := next(others, None)) is not None:
             group, _, option = path.partition("/")
             late, early = (
-                each.path if each.scheme() == "file" else f"the package {each.path}"
-                for each in (hidden[path], first[path])
+                each.path if each.scheme() == "file" else f"the package {each.path}" for each in (unread, first[path])
             )
             rule = f"{late}/{path}.yaml is never read: {early} has an option of that name"
             renamed = PurePath(option).with_name(f"my_{PurePath(option).name}")

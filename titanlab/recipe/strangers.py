@@ -7,7 +7,7 @@ list is incomplete and its error names another key.
 
 titanlab reads these settings of Hydra: `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
 `${hydra:job.name}`), `hydra.mode` of a file and the texts of the help pages. Others would have no effect.
-`titanlab.sweep.plan` checks `hydra.launcher`, because it knows the points.
+`titanlab.sweep.request` checks `hydra.launcher`, because it knows the points.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
             value = override.value()
         except (HydraException, ValueError, TypeError, AttributeError):
             continue
-        for each in value.list if isinstance(value, ChoiceSweep) else [value]:
+        for each in _choices(value):
             if key == "hydra.searchpath":
                 check_search_path(each)
             for path, code in _code(each, key, within_hydra=key.startswith("hydra")):
@@ -109,6 +109,15 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise ConfigError(key, typed, _UNREAD, "leave it out: titanlab train --help has the keys of a recipe")
         if key.startswith("hydra."):
             _check_setting(key.removeprefix("hydra."), typed)
+
+
+def _choices(value: Any) -> Iterator[Any]:
+    """The values of a `choice(…)`, which may have others inside; of any other value the value itself."""
+    if isinstance(value, ChoiceSweep):
+        for choice in value.list:
+            yield from _choices(choice)
+    else:
+        yield value
 
 
 def check_file(content: Mapping[Any, Any], group: str, option: str, file: object) -> None:

@@ -431,9 +431,9 @@ def pipelines(facts: Facts) -> tuple[list[over_time.PipelineTimeline], list[str]
         if recipe is None:
             left_out.append(f"{group.label}: its config.yaml cannot be read")
             continue
-        schedule, ranks, count = recipe.schedule, recipe.layout.pipeline, recipe.microbatches
-        label = f"{group.label} · {schedule.kind}, {counted(count, 'microbatch', 'microbatches')}"
+        schedule, ranks = recipe.schedule, recipe.layout.pipeline
         try:
+            count = recipe.microbatches
             orders = schedule.actions(ranks=ranks, microbatches=count)
             actions = sum(map(len, orders))
             if cells + actions > MOST_CELLS:
@@ -448,6 +448,7 @@ def pipelines(facts: Facts) -> tuple[list[over_time.PipelineTimeline], list[str]
         except _UNUSABLE as error:
             left_out.append(f"{group.label}: {error}")
             continue
+        label = f"{group.label} · {schedule.kind}, {counted(count, 'microbatch', 'microbatches')}"
         timelines.append(over_time.PipelineTimeline(run=str(row["run"]), label=label, timeline=timeline, unit=unit))
         cells += actions
     return timelines, left_out

@@ -24,7 +24,6 @@ from .plan import COMMAND_LINE as COMMAND_LINE
 from .plan import Study as Study
 from .plan import fitting as fitting
 from .plan import plan_study as plan_study
-from .plan import read_request as read_request
 from .plan import with_data as with_data
 from .ranking import COLUMN_OF as COLUMN_OF
 from .ranking import SweepRanking as SweepRanking
@@ -44,6 +43,7 @@ from .repro import recorded_code as recorded_code
 from .repro import repository_of as repository_of
 from .repro import restore as restore
 from .repro import write_config as write_config
+from .request import read_request as read_request
 from .retry import FAILED as FAILED
 from .retry import cancel as cancel
 from .retry import resubmit as resubmit

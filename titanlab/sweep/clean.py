@@ -91,7 +91,7 @@ def is_within(path: Path, root: Path) -> bool:
 
 def size_of_tree(path: Path) -> int:
     """Bytes of the files in a folder, or of a file; does not follow links, and skips files that vanish meanwhile."""
-    total, inside = 0, [] if path.is_symlink() else os.walk(path)
+    total, inside = 0, [] if os.path.islink(path) else os.walk(path)
     for file in [str(path), *(os.path.join(folder, name) for folder, _, names in inside for name in names)]:
         with contextlib.suppress(OSError):
             status = os.lstat(file)

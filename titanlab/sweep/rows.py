@@ -5,6 +5,7 @@ docs/comparing.md has the meanings of the columns, which `status --json` and the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import io
@@ -391,7 +392,9 @@ _IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "
 
 def estimated(recipe: Recipe) -> Estimate | str:
     """The estimate of a resolved recipe, or why there is none; recipes that differ in nothing of it share one."""
-    optimizer = dataclasses.replace(recipe.optimizer, lr=1.0, schedule=Schedule())
+    # A copy: a new optimizer would check its rate, and one of a package may refuse this rate.
+    optimizer = copy.copy(recipe.optimizer)
+    vars(optimizer).update(lr=1.0, schedule=Schedule())
     return _estimated(dataclasses.replace(recipe, name="", repeat=0, seed=0, optimizer=optimizer))
 
 

@@ -117,8 +117,9 @@ def _points(space: Any, place: str) -> list[Values]:
         parts = [_points(item, where) for item, where in items]
         names = [where.rpartition(".")[2] for _, where in items]
     # Before the points are created.
-    size = math.prod(map(len, parts)) if word == "product" else sum(map(len, parts))
-    if word != "zip" and size > LIMIT:
+    sizes = [len(part) for part in parts]
+    size = math.prod(sizes) if word == "product" else max(sizes) if word == "zip" else sum(sizes)
+    if size > LIMIT:
         raise ConfigError(place, size, f"are more points than {LIMIT}", "take some values out")
     if word == "list":
         return [point for part in parts for point in part]

@@ -84,6 +84,12 @@ def test_a_bar_is_the_figure_of_the_ranking():
     assert of_tp2.speed == pytest.approx(200.0)
 
 
+def test_a_row_whose_number_of_processes_is_damaged_is_drawn():
+    rows = [run("a", "tp2", 100.0, world=None, tokens_per_second_all=200.0), run("b", "cp2", 50.0)]
+    assert texts(throughput_by_layout(rows))[0] == "100, 200 together  (MFU 40.0%)"
+    assert set(recipe_colours(rows)) == {"a", "b"}
+
+
 def test_a_recipe_has_one_colour_in_all_figures():
     rows = [run("a", "tp2", 100.0), run("b", "cp2", 220.0, oversubscribed=True), run("c", "pp2", 50.0)]
     colours = recipe_colours(rows)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
 from titanlab.records import check_name
-from titanlab.sweep.plan import read_control
+from titanlab.sweep.request import read_control
 from titanlab.sweep.space import (
     LENGTH,
     LIMIT,
@@ -69,6 +69,7 @@ def test_the_points_of_a_space(space, points):
         ({"list": [{"a": 1, "b": 2}, {"b": 2, "a": 1}]}, "space", "is there twice"),
         ({"product": {str(key): list(range(20)) for key in range(4)}}, "space", f"are more points than {LIMIT}"),
         ({"product": {str(key): list(range(1000)) for key in range(60)}}, "space", f"are more points than {LIMIT}"),
+        ({"zip": {"a": list(range(LIMIT + 1))}}, "space", f"are more points than {LIMIT}"),
     ],
 )  # fmt: skip
 def test_what_is_no_space(space, key, said):

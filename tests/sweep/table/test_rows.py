@@ -34,6 +34,7 @@ from titanlab.sweep import rows as look
 from titanlab.sweep.listing import cells
 from titanlab.sweep.rows import COLUMNS, SCHEMA_KEY, SWEEP_KEY, estimate_columns, estimate_values, origin_columns
 from titanlab.sweep.watch import settled
+from titanlab.techniques.optimizer.optimizers_schema import AdamW
 
 PAGE = (Path(__file__).parents[3] / "docs" / "comparing.md").read_text()
 
@@ -445,6 +446,20 @@ def test_runs_that_differ_in_nothing_of_it_share_an_estimate(tmp_path, monkeypat
     assert estimate_values(dataclasses.replace(made, training=longer))["note"] == "not known"
     assert len(asked) == 2
     look._estimated.cache_clear()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Careful(AdamW):
+    """An optimizer of a package, with a rule of its own."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.lr > 0.1:
+            raise ConfigError("optimizer.lr", self.lr, "is too large for this optimizer", "try 0.1")
+
+
+def test_what_is_shared_breaks_no_rule_of_an_optimizer(tmp_path):
+    assert estimate_values(recipe(tmp_path, optimizer=Careful()))["note"] is None
 
 
 def test_without_an_estimate_the_reason_is_there(tmp_path):

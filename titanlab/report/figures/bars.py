@@ -47,7 +47,7 @@ def throughput_by_layout(
 
     def text(group: RecipeRuns, value: float) -> str:
         words, mfu, whole = grouped(value), group.typical("mfu_percent"), group.typical("tokens_per_second_all")
-        if not together and group.world > 1 and whole is not None:
+        if not together and group.world != 1 and whole is not None:
             words += f", {grouped(whole)} together"
         return words if together or mfu is None else f"{words}  (MFU {mfu:.1f}%)"
 

@@ -174,7 +174,7 @@ def records_of(runs: DataFrame | Sequence[Mapping[str, Any]]) -> list[dict[Any, 
 def recipe_colours(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The colour of each run's recipe, the same in all figures of a sweep; empty if there are too many recipes."""
     # By name, so that the order of a figure's bars does not matter.
-    ordered = sorted(groups(rows), key=lambda group: (group.world, group.label, group.is_control))
+    ordered = sorted(groups(rows), key=lambda group: (group.world or 0, group.label, group.is_control))
     if len(ordered) > MOST_LINES:
         return {}
     return {row["run"]: SERIES[place % len(SERIES)] for place, group in enumerate(ordered) for row in group.rows}
