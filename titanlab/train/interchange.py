@@ -216,7 +216,7 @@ def _filled(
     shard_bytes: int,
     report: Report,
 ) -> Iterator[tuple[Path, str]]:
-    """Yield a temporary folder with the weights and their digest, which replaces `into` and is reported."""
+    """Yield a temporary folder with the weights, and their digest. At the end it replaces `into`, and is reported."""
     source = origin.source
     with whole_folder(into) as part:
         if isinstance(source, SafetensorsSource):
