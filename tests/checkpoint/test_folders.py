@@ -11,6 +11,7 @@ from titanlab.checkpoint import (
     DamagedCheckpoint,
     check_checkpoint,
     check_step,
+    contents,
     earlier_hint,
     fall_back,
     find,
@@ -169,6 +170,19 @@ def test_a_file_that_the_disk_does_not_give_is_no_damage(tmp_path, monkeypatch, 
     with pytest.raises(ConfigError, match=f"its file {name} cannot be read \\(Permission denied\\); give") as caught:
         check_checkpoint(path, {"a.weight": (2, 3)}, "run")
     assert not isinstance(caught.value, DamagedCheckpoint)
+
+
+def test_one_that_its_run_removes_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
+    path, real = made(tmp_path, 1), contents.indexed
+
+    def then_removed(*named):
+        index = real(*named)
+        remove(path)
+        return index
+
+    monkeypatch.setattr(contents, "indexed", then_removed)
+    with pytest.raises(DamagedCheckpoint, match=r"^run=.*: was removed while it was read; try again: its run keeps"):
+        read_contents(path, "run")
 
 
 def test_a_run_must_be_longer_than_what_it_starts_from(tmp_path):

@@ -2,6 +2,7 @@ import pickle
 
 import pytest
 
+from tests.object_store.emulated_store import EmulatedStore
 from tests.object_store.running import FOLDER
 from tests.object_store.server import Fault
 from titanlab.checkpoint import StorePath, storage
@@ -148,6 +149,18 @@ def test_an_object_that_goes_while_it_is_read_is_damage(server):
         server.store.objects.clear()
         with pytest.raises(DamagedFile, match="^its file file is missing$"):
             reader.verify()
+
+
+def test_an_error_that_a_store_returns_in_place_of_bytes_is_raised(server, monkeypatch):
+    """As async file systems of fsspec did, whatever `on_error` said (its pull request 2045)."""
+    HERE.put("index.json", b"{}")
+
+    def returned(store, paths, starts, ends, **options):
+        return [FileNotFoundError(path) for path in paths]
+
+    monkeypatch.setattr(EmulatedStore, "cat_ranges", returned)
+    with pytest.raises(DamagedFile, match=r"^its file index\.json is missing$"):
+        HERE.read("index.json", 100)
 
 
 @pytest.mark.parametrize(

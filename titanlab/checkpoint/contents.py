@@ -169,11 +169,12 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
     # Imported here: it needs numpy, and a command that starts a new run reads no index.
     from titanlab.checkpoint.index import PositionSum
 
-    index, cure = indexed(checkpoint, key), earlier_hint(checkpoint)
-    with _usable(checkpoint, key, POSITION, cure):
+    index = indexed(checkpoint, key)
+    with _usable(checkpoint, key, POSITION):
         content = folder_at(checkpoint).read(POSITION, MOST_BYTES)
     if PositionSum.of(content) != index.position:
         raise damaged(checkpoint, key, f"its file {POSITION} has other bytes than were saved")
+    cure = earlier_hint(checkpoint)
     saved = read_position(checkpoint, key, cure=cure, content=content)
     check_files(checkpoint, {file.name: file.size for file in index.files}, key, cure=cure)
     return Contents(saved=saved, entries=index)

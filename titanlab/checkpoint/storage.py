@@ -415,6 +415,9 @@ def _read_range(path: StorePath, target: memoryview, at: int) -> None:
     def read(store: Any, name: str) -> None:
         pieces = store.cat_ranges([name] * len(ends), list(starts), ends, on_error="raise")
         for start, end, piece in zip(starts, ends, pieces, strict=True):
+            # Async stores return their errors whatever `on_error` says, before fsspec's pull request 2045 of June 2026.
+            if isinstance(piece, Exception):
+                raise piece
             if len(piece) != end - start:
                 raise OSError(f"it has sent {len(piece)} bytes of {end - start}")
             target[start - at : end - at] = piece

@@ -43,7 +43,7 @@ def hub_error(error: Exception, repo: str, key: str = "repo") -> ConfigError:
         )
     if "RevisionNotFoundError" in kinds:
         return ConfigError(key, repo, "has no such revision", "give a branch, tag or commit of the model's page")
-    if kinds & {"RepositoryNotFoundError", "HFValidationError"} or status == 404:
+    if kinds & {"RepositoryNotFoundError", "HFValidationError"} or (status == 404 and not is_absent(error)):
         return ConfigError(key, repo, "is no model of the hub, or a private one", "check its name; give a --token")
     message = " ".join(str(error).split())[:120]
     return ConfigError(key, repo, f"cannot be fetched ({message})", "check the network, or copy the files by hand")

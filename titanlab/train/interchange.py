@@ -216,19 +216,19 @@ def _filled(
     shard_bytes: int,
     report: Report,
 ) -> Iterator[tuple[Path, str]]:
-    """Yield a temporary folder with the weights and their digest, which replaces `into` and is reported."""
+    """Yield a temporary folder with the weights, and their digest. At the end it replaces `into`, and is reported."""
     source = origin.source
     with whole_folder(into) as part:
         if isinstance(source, SafetensorsSource):
             _check_copies(source, origin.title)
-        yield (
-            part,
-            write_weights(source, part, stem=stem, index=index, foreign=names, dtype=dtype, shard_bytes=shard_bytes),
+        digest = write_weights(
+            source, part, stem=stem, index=index, foreign=names, dtype=dtype, shard_bytes=shard_bytes
         )
         if not isinstance(origin.generation, Path):
             write_json(part / weights.GENERATION, origin.generation)
         elif origin.generation.is_file():
             shutil.copyfile(origin.generation, part / weights.GENERATION)
+        yield part, digest
     for line in source.not_read:
         report(line)
     files = sorted(into.glob("*.safetensors"))

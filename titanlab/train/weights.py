@@ -485,6 +485,7 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
     given: dict[str, Any] = {"repo_id": repo, "revision": revision, "token": token}
     given |= {} if problem is None else {"local_files_only": True}
     hub: Any = importlib.import_module("huggingface_hub")
+    config: dict[str, Any] | None = None
     try:
         config = read_object(Path(hub.hf_hub_download(filename=HF_CONFIG, **given)), key)
         family_for(config)
@@ -496,7 +497,7 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
     except Exception as error:
         if problem is not None:
             raise problem from error
-        if is_absent(error):
+        if config is None and is_absent(error):
             rule = f"has no {HF_CONFIG}, so it holds no model of transformers"
             raise ConfigError(key, repo, rule, "name a model whose files include one") from error
         raise hub_error(error, repo, key) from error
