@@ -1,5 +1,6 @@
 """Processes of ranks: their exit codes, signals to them, and their end."""
 
+import os
 import signal
 import subprocess
 from types import SimpleNamespace
@@ -40,8 +41,11 @@ def start():
 
 
 def test_a_failure_ends_the_wait_and_ranks_that_ended_well_are_told_apart(start):
-    _, ranks = start("exec sleep 60", "exit 0", "exit 3")
+    started, ranks = start("exec sleep 60", "exit 0", "exit 3")
     assert {2: 3}.items() <= watch(ranks).items() <= {1: 0, 2: 3}.items()
+    # Without this wait, the signal may come before rank 1 has ended.
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    until(lambda: 1 in ranks.codes or os.waitid(os.P_PID, started[1].pid, ended))
     ranks.end(signal.SIGKILL, seconds=0.0)
     assert ranks.codes == {0: -9, 1: 0, 2: 3}
 

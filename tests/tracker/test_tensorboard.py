@@ -39,6 +39,9 @@ def test_a_resumed_run_hides_the_rows_that_no_longer_count(tmp_path):
     for step in (1, 2, 3, 4):
         first.log(step, {"loss": 1.0})
     first.finish({})
+    # TensorBoard reads files in the order of their names, and these begin with the second in which a file was opened.
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.rename(file.with_name("events.out.tfevents.1000000000.earlier"))
     second = open_tracker(TensorBoard(), a_run(tmp_path, attempt=2, resumed_step=2), warn=pytest.fail)
     second.log(3, {"loss": 2.0})
     second.finish({})
