@@ -34,9 +34,10 @@ def sweep(tmp_path):
 
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
-    """Writes an sbatch that is first on PATH."""
+    """Writes an sbatch that is first on PATH, with the srun without which submitit refuses a machine."""
     programs = tmp_path / "bin"
     programs.mkdir()
+    (programs / "srun").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(programs), prepend=":")
 
     def write(script):
