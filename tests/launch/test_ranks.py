@@ -155,11 +155,6 @@ def test_ranks_that_end_well(ranks_run, tmp_path, world):
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_a_single_rank_that_fails(ranks_run):
-    assert ranks_run(1, "exit 7") == [Failure(rank=0, exit_code=7)]
-    assert ranks_run(1, "kill -9 $$") == [Failure(rank=0, exit_code=-9)]
-
-
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", -9)])
 def test_the_first_failure_ends_the_others_and_alone_counts(ranks_run, monkeypatch, script, code):
     monkeypatch.setattr(local, "GRACE_SECONDS", 0.3)

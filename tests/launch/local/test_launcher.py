@@ -14,7 +14,7 @@ from tests.launch.slurm.printed import submission
 from tests.until import until
 from titanlab.launch import JobState, write_submission
 from titanlab.launch import local as supervising
-from titanlab.launch.local import LOCK, LOG, LocalLauncher, jobs_in_order, last_error, wake
+from titanlab.launch.local import LOCK, LOG, LocalLauncher, last_error, wake
 from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, claimed
 from titanlab.system import process_state, write_json
 
@@ -44,13 +44,6 @@ def begin(sweep, *, token="aa", host=HERE, started=100.0):
 
 def state(sweep, made=None):
     return LAUNCHER.states(sweep, [local("one") if made is None else made])["aa", 0]
-
-
-def test_one_process_has_all_ranks_of_a_job():
-    place = LAUNCHER.place_in({})
-    assert (place.launcher, place.job_id, place.raw_job_id) == ("local", str(os.getpid()), str(os.getpid()))
-    assert (place.nodes, place.restart, place.index) == ((HERE,), 0, None)
-    assert (place.ranks.rank, place.ranks.world) == (0, 1)
 
 
 def test_a_job_whose_run_nobody_has_waits(sweep):
@@ -161,26 +154,6 @@ def test_the_process_that_has_the_run_is_told_to_end(sweep, monkeypatch, holder,
 
 def waiting(token="aa", *runs, created=1.0):
     return submission(token, runs=runs or ("one",), launcher="local", created=created)
-
-
-def test_only_submissions_to_this_launcher_count(tmp_path):
-    for each in (waiting("bb", created=2.0), waiting("aa"), submission("cc")):
-        write_submission(tmp_path, each)
-    assert [job.key for job in jobs_in_order(tmp_path)] == [("aa", 0), ("bb", 0)]
-    assert jobs_in_order(tmp_path / "none") == []
-
-
-def test_without_work_no_supervisor_is_started(tmp_path):
-    write_submission(tmp_path, submission("cc"))
-    assert not wake(tmp_path)
-    write_submission(tmp_path, waiting())
-    (tmp_path / "one").mkdir()
-    with RunFolder(tmp_path / "one").claim():
-        assert not wake(tmp_path)
-    # One that runs reads new submissions itself.
-    with claimed(tmp_path, "sweep", file=LOCK):
-        assert not wake(tmp_path)
-    assert not (tmp_path / "jobs").exists()
 
 
 def test_the_jobs_of_a_supervisor_that_cannot_start_have_failed(tmp_path, monkeypatch):

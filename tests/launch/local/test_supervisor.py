@@ -242,18 +242,6 @@ def test_a_full_disk_is_no_fault_of_the_job(tmp_path, monkeypatch):
     assert (supervisor._waiting, folder.run(job.run).result()) == ([job], None)
 
 
-def test_a_run_in_other_hands_is_waited_for(tmp_path):
-    folder = SweepFolder(tmp_path / "sweep")
-    (job,) = planned(folder, [1])
-    supervisor = supervised(folder)
-    with folder.run(job.run).claim():
-        supervisor._start(job)
-        supervisor._collect()
-        assert (supervisor._waiting, list(supervisor._running)) == ([], [job.key])
-    supervisor._collect()
-    assert (supervisor._waiting, supervisor._running) == ([job], {})
-
-
 @pytest.mark.parametrize(
     ("running", "size", "fits"),
     [([], 1, True), ([2], 2, True), ([2, 1], 2, False), ([], 9, True), ([1], 9, False), ([9], 1, False)],

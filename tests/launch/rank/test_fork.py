@@ -84,16 +84,6 @@ def test_each_rank_has_what_a_process_of_its_own_would_have(forked, tmp_path):
         }
 
 
-def test_what_is_imported_before_the_fork_is_imported_once(forked, tmp_path):
-    prepare = """
-        pid = os.getpid()
-        (folder / f"prepared-{pid}").touch()
-        return pid
-    """
-    assert forked(2, "sys.exit(shared == os.getpid() or not isinstance(shared, int))", prepare) == []
-    assert len(list(tmp_path.glob("prepared-*"))) == 1
-
-
 @pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", -9)])
 def test_the_end_of_a_forked_rank_is_its_own(forked, end, code):
     assert forked(3, f"{end} if rank == 1 else time.sleep(20)") == [Failure(rank=1, exit_code=code)]
