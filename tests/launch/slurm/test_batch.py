@@ -170,6 +170,9 @@ def test_the_command_is_quoted_and_runs_in_the_container(submitted, sweep):
     lines = submitted(Slurm(container=["apptainer", "exec", "my image.sif"], python="/opt/a b/python"))
     words = ["apptainer", "exec", "my image.sif", "/opt/a b/python", "-P", "-m", "titanlab.launch.task"]
     assert srun(lines)[-9:] == [*words, str(sweep), "aa"]
+    # The image may lack Slurm's commands: the shell of the batch file asks in its place.
+    for asks in (lines, submitted(Slurm(srun_arguments=["--container-image=x"]))):
+        assert f'export TITANLAB_SCONTROL={sweep}/jobs/."$SLURM_JOB_ID"' in asks
 
 
 def test_the_batch_file_has_texts_as_typed(submitted, tmp_path):

@@ -11,7 +11,6 @@ import pytest
 from tests.sweep.files import dropped, labels, plan, sweep_text, write_sweep
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.data import source
-from titanlab.distributed import Host
 from titanlab.errors import ConfigError
 from titanlab.plan import MEMORY_ERROR, Estimate
 from titanlab.sweep import Composer, decide, fitting, plan_lines, submit
@@ -118,12 +117,6 @@ def test_this_host_is_not_looked_at_for_runs_elsewhere(monkeypatch):
     assert found.planned[0].identity.content["hardware"] == "NVIDIA H100 80GB HBM3"
 
 
-def test_a_gpu_sweep_on_a_host_without_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(studies, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
-    with pytest.raises(ConfigError, match=r"^cluster.accelerator=cuda: this host shows no GPU; "):
-        plan("+sweeps=ac_memory")
-
-
 def test_whole_studies_take_no_point_that_cannot_be_run():
     given = [*SMALL, "parallelism=fsdp_tp,single", "world=1,2"]
     assert len(dropped(plan(*given))) == 2
@@ -167,20 +160,6 @@ def test_rules_on_prepared_data_are_checked_once_it_is_there(monkeypatch, tmp_pa
     found = plan("data=files", f"data.files={text}", "data.vocab_size=320", "training.seq_len=32,64", prepare_data=True)
     assert (labels(found), len(prepared)) == (["seq_len32"], 1)
     assert dropped(found) == [("seq_len64", "rule", "data.files=text.txt: is too small; give more")]
-
-
-def test_a_job_larger_than_the_cluster_is_refused_before_data_is_prepared(monkeypatch):
-    monkeypatch.setattr(source, "prepare", lambda config, *, report: pytest.fail("prepared"))
-    given = [
-        "launch=slurm",
-        "cluster=cpu",
-        "cluster.nodes=2",
-        "parallelism=fsdp",
-        "world=8,32",
-        "training.global_batch=32",
-    ]
-    with pytest.raises(ConfigError, match=r"^world=32: is more than the cluster's 2 nodes of 8; "):
-        plan(*SMALL, *given, prepare_data=True)
 
 
 def test_a_control_runs_beside_the_points_and_changes_no_other_run(tmp_path):
@@ -228,11 +207,6 @@ def test_conditions_see_values_as_they_will_be(tmp_path, swept, condition, left)
     assert labels(plan(*given)) == left
 
 
-def test_a_world_that_is_none_is_left_to_the_rules():
-    found = plan(*SMALL, "world=0,1")
-    assert [(label, stage) for label, stage, _ in dropped(found)] == [("world0", "rule")]
-
-
 def test_data_that_is_not_here_may_be_where_the_runs_are(tmp_path):
     given = ["data=files", f"data.files={tmp_path}/none.txt", "seed=0,1"]
     assert len(studies.plan_study(given, elsewhere=True).planned) == 2
@@ -258,13 +232,6 @@ def estimate(**given):
     )
 
 
-def test_what_is_submitted_is_summed(planned):
-    lines = plan_lines(*planned([{"shard": 1}, {"shard": 2}, {"shard": 6}]), answered=False)
-    assert lines[0] == "layouts: 3 runs (sweeps/layouts)"
-    assert "3 to submit" in lines
-    assert lines[-1] == "3 jobs: 9 processes in all, 4 nodes, 3 arrays; the largest has 6"
-
-
 @pytest.mark.parametrize(
     ("given", "cells"),
     [
@@ -283,20 +250,6 @@ def test_estimates_are_numbers_that_people_write(planned, monkeypatch, given, ce
     line = next(line for line in plan_lines(*planned(seeds(1)), answered=False) if line.endswith("submit"))
     shown = tuple(re.split(r"\s{2,}", line)[-4:-1])
     assert shown == tuple("5.00e-09" if cell == "5e-09" else cell for cell in cells)
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "which"), [(["oom", "hang"], "--outcome hang,oom"), (["oom", None], "--all-failed")]
-)
-def test_runs_that_ended_are_told_how_to_run_again(planned, outcomes, which):
-    found, decisions = planned(seeds(2))
-    ended = [
-        dataclasses.replace(decision, action="ended", outcome=outcome)
-        for decision, outcome in zip(decisions, outcomes, strict=True)
-    ]
-    lines = plan_lines(found, ended)
-    assert lines[-1] == f"to run those again: titanlab retry layouts {which}"
-    assert "2 ended otherwise" in lines
 
 
 def test_runs_that_ended_without_the_tracker_that_is_asked_for_now_are_told(planned):
