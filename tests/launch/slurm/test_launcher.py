@@ -1,7 +1,6 @@
 """What the launcher of Slurm asks and tells it about single jobs."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from titanlab.launch.slurm import launcher as module
 from titanlab.launch.slurm.launcher import MAX_ARRAY, SlurmLauncher
 
 LAUNCHER = SlurmLauncher(Slurm())
-SWEEP = Path("sweep")
 
 
 # Of srun --ntasks=4, for one of its tasks.
