@@ -247,16 +247,11 @@ def test_numbers_that_are_not_finite_are_null(run):
 @pytest.mark.parametrize(
     ("file", "changed", "said"),
     [
-        ("result", {"kind": "tired"}, "kind=tired: invalid enum value 'tired' in "),
         ("result", {"kind": ...}, "kind=null: is missing in "),
-        ("result", {"schema": 2}, "schema=2: "),
-        ("result", {"metrics": None}, "metrics=null: expected `object`, got `null` in "),
         ("result", {"rank": 0.5}, "rank=0.5: expected `int | null`, got `float` in "),
-        ("identity", {"sha256": 5}, "sha256=5: expected `str`, got `int` in "),
         ("identity", {"sha256": ...}, "sha256=null: is missing in "),
         ("identity", {"content": []}, "content=[]: expected `object`, got `array` in "),
         ("identity", {"created": "now"}, "created=now: expected `float | null`, got `str` in "),
-        ("identity", {"schema": 9}, "schema=9: "),
         ("status", {"state": ...}, "state=null: is missing in "),
         ("status", {"step": True}, "step=true: expected `int`, got `bool` in "),
         ("status", {"outcome": 3}, "outcome=3: expected `str | null`, got `int` in "),

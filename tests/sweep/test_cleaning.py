@@ -53,11 +53,11 @@ def test_a_run_that_begins_meanwhile_is_left_alone(tmp_path):
     def work():
         with run.claim():
             ready.set()
-            done.wait(10)
+            done.wait(60)
 
     thread = threading.Thread(target=work)
     thread.start()
-    ready.wait(10)
+    assert ready.wait(60)
     with pytest.raises(Refused, match="is in the hands of"):
         remove_item(found)
     done.set()

@@ -14,7 +14,7 @@ from tests.launch.slurm.printed import submission
 from tests.until import until
 from titanlab.launch import JobState, write_submission
 from titanlab.launch import local as supervising
-from titanlab.launch.local import LOCK, LOG, LocalLauncher, last_error, wake
+from titanlab.launch.local import LOCK, LOG, LocalLauncher, wake
 from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, claimed
 from titanlab.system import process_state, write_json
 
@@ -109,7 +109,9 @@ def test_a_job_that_waits_says_that_the_supervisor_has_ended_or_is_stopped(sweep
     with claimed(sweep, "sweep", file=LOCK):
         assert state(sweep).reason is None
     assert state(sweep).reason == "its supervisor has ended"
-    log.write_text("ImportError: no x\n")
+    log.write_text("KeyError: of an earlier day\n2026-11-26 09:20:40  supervisor 2374 of small\n")
+    assert state(sweep).reason == "its supervisor has ended"
+    log.write_text("2026-11-26 09:20:40  supervisor 2374 of small\nImportError: no x\n\n")
     assert state(sweep).reason == "its supervisor has ended: ImportError: no x"
     supervisor = subprocess.Popen(["sleep", "600"])
     with claimed(sweep, "sweep", file=LOCK):
@@ -176,20 +178,6 @@ def test_the_jobs_of_a_supervisor_that_cannot_start_have_failed(tmp_path, monkey
     assert wake(tmp_path)
     assert RunFolder(tmp_path / "two").result().cause.endswith("ends with: ImportError: no x")
     assert len((tmp_path / "jobs" / LOG).read_text().splitlines()) > 2
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("", None),
-        ("KeyError: of an earlier day\n2026-11-26 09:20:40  supervisor 2374 of small\n", None),
-        ("2026-11-26 09:20:40  supervisor 2374 of small\nImportError: no x\n\n", "ImportError: no x"),
-    ],
-)
-def test_an_error_is_what_the_supervisor_did_not_write(tmp_path, text, error):
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / LOG).write_text(text)
-    assert last_error(tmp_path) == error
 
 
 @pytest.mark.parametrize(
