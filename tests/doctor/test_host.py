@@ -45,8 +45,7 @@ def test_a_name_that_cannot_be_resolved(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answer", "now", "state"),
-    [("no", None, "warn"), ("yes", None, "ok"), (None, None, "ok"), ("yes", 1000.0, "fail")],
+    ("answer", "now", "state"), [("no", None, "warn"), ("yes", None, "ok"), (None, None, "ok"), ("yes", 1000.0, "fail")]
 )
 def test_a_clock(tmp_path, monkeypatch, answer, now, state):
     if answer is not None:

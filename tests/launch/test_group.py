@@ -253,11 +253,7 @@ class Launcher:
 def job_of(eight, *, rank=0, taken=(), **launch):
     run = tiny.begin(eight)
     place = ProcessPlace(
-        launcher="slurm",
-        job_id="12_0",
-        raw_job_id="12",
-        ranks=replace(ALONE, rank=rank, world=8),
-        nodes=NODES,
+        launcher="slurm", job_id="12_0", raw_job_id="12", ranks=replace(ALONE, rank=rank, world=8), nodes=NODES
     )
     return SimpleNamespace(
         run=run,

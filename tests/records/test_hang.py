@@ -360,16 +360,9 @@ RECEIVES = "rank 0 waits in recv of the gradient of microbatch 2 from stage 1 (p
             "rank 0 (stage 0) skipped 2 sends (hidden state) and waits in all_reduce",
             (0,),
         ),
+        ([stage(rank, sent=5, received=6, waiting=RECV) for rank in range(2)], f"ranks wait: {RECEIVES}", ()),
         (
-            [stage(rank, sent=5, received=6, waiting=RECV) for rank in range(2)],
-            f"ranks wait: {RECEIVES}",
-            (),
-        ),
-        (
-            [
-                stage(0, sent=8, received=8, waiting=RECV),
-                stage(1, sent=7, received=8, state="stands", source=MINE),
-            ],
+            [stage(0, sent=8, received=8, waiting=RECV), stage(1, sent=7, received=8, state="stands", source=MINE)],
             f"rank 1 stands in loop (project/mine.py:7); {RECEIVES}",
             (1,),
         ),

@@ -10,16 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records import (
-    Identity,
-    Outcome,
-    OutcomeKind,
-    RunFolder,
-    Status,
-    create_run,
-    identify,
-    open_run,
-)
+from titanlab.records import Identity, Outcome, OutcomeKind, RunFolder, Status, create_run, identify, open_run
 from titanlab.system import FolderGone
 
 CONFIG = {"name": "toy", "steps": 3, "optimizer": {"lr": 1e-5}}

@@ -5,16 +5,7 @@ import json
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records import (
-    Identity,
-    NoSuchRun,
-    RunFolder,
-    create_run,
-    find_run,
-    list_runs,
-    point_of,
-    read_points,
-)
+from titanlab.records import Identity, NoSuchRun, RunFolder, create_run, find_run, list_runs, point_of, read_points
 
 
 @pytest.fixture

@@ -282,18 +282,7 @@ def test_the_newest_row_of_each_recipe_is_drawn_and_equal_ones_once(made):
 
 @pytest.mark.parametrize(
     "counts",
-    [
-        None,
-        3,
-        [],
-        [[]],
-        [[1, 2], [3]],
-        [[1, "x"]],
-        [[1, -1]],
-        [[float("inf"), 1]],
-        [[1e308, 1e308]],
-        [{"a": 1}],
-    ],
+    [None, 3, [], [[]], [[1, 2], [3]], [[1, "x"]], [[1, -1]], [[float("inf"), 1]], [[1e308, 1e308]], [{"a": 1}]],
 )
 def test_counts_that_no_run_writes_are_passed_over(made, counts):
     run = run_of(made, "fsdp", (4, counts), shard=2)

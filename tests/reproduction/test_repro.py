@@ -10,12 +10,7 @@ import pytest
 
 from tests.reproduction.repositories import git, make_repository
 from titanlab.records import PATCH_LIMIT, RECORD, RunFolder, code_fingerprint
-from titanlab.sweep import (
-    RecordedCode,
-    pip_line,
-    recorded_code,
-    restore,
-)
+from titanlab.sweep import RecordedCode, pip_line, recorded_code, restore
 from titanlab.sweep.repro import wrong_path
 
 SHA, PRINT = "a1" * 20, "b2" * 32
@@ -127,15 +122,7 @@ def test_the_command_installs_what_differs():
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [
-        ("--index-url", "1"),
-        ("", "1"),
-        ("a", "1; rm -r"),
-        ("a", "$(x)"),
-        ("a", None),
-        ("a", "1\n"),
-        ("a" * 101, "1"),
-    ],
+    [("--index-url", "1"), ("", "1"), ("a", "1; rm -r"), ("a", "$(x)"), ("a", None), ("a", "1\n"), ("a" * 101, "1")],
 )
 def test_what_a_shell_or_pip_could_take_for_more_is_left_out(name, version):
     assert pip_line({"packages": {name: version}}, {}) is None

@@ -14,13 +14,7 @@ from tests.checkpoint.test_folders import made as saved
 from tests.sweep.conftest import quiet
 from tests.sweep.made import Made, begin, end
 from titanlab.sweep import Refused, Removable, Survey, cached, clean, remove_item
-from titanlab.sweep.clean import (
-    YOUNG_SECONDS,
-    is_within,
-    item,
-    removable,
-    starting_points,
-)
+from titanlab.sweep.clean import YOUNG_SECONDS, is_within, item, removable, starting_points
 
 
 def test_paths_outside_the_root_are_refused(tmp_path):

@@ -371,12 +371,7 @@ def test_jobs_of_two_shapes_take_turns_on_this_host(tmp_path, monkeypatch):
     marked = [(point["run"].rpartition("-")[0], point.get("control", False)) for point in folder.points()]
     assert [name for name, is_control in marked if is_control] == ["control-1000", "control-1001", "control-1002"]
     # The plan keeps the order of the space.
-    assert [name for name, is_control in marked if not is_control] == [
-        "dp_s1-r0",
-        "dp_s1-r1",
-        "dp_s2-r0",
-        "dp_s2-r1",
-    ]
+    assert [name for name, is_control in marked if not is_control] == ["dp_s1-r0", "dp_s1-r1", "dp_s2-r0", "dp_s2-r1"]
     assert all("CPUs were not measured" in point["estimate"]["note"] for point in folder.points())
 
 

@@ -14,14 +14,7 @@ from titanlab.distributed import Host, cores
 from titanlab.launch import JobShape, Submission, jobs_folder, processes, write_submission
 from titanlab.launch import local as supervising
 from titanlab.launch.launchers_schema import Local
-from titanlab.launch.local import (
-    LOCK,
-    LOG,
-    LocalJob,
-    Supervisor,
-    jobs_in_order,
-    visible_devices,
-)
+from titanlab.launch.local import LOCK, LOG, LocalJob, Supervisor, jobs_in_order, visible_devices
 from titanlab.records import Outcome, OutcomeKind, holder_of, is_claimed
 from titanlab.sweep import SweepFolder, cancel, sweep_folder
 from titanlab.sweep.submit import submit

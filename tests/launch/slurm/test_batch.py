@@ -84,12 +84,9 @@ def srun(lines):
 def test_keys_that_are_null_leave_the_choice_to_the_site(submitted, sweep):
     lines = submitted(Slurm())
     assert flags(lines) == {
-        *("array=0-0%1", "job-name=layouts/one-aa", "nodes=1", "ntasks-per-node=1", "requeue", "signal=USR2@120"),
+        *("array=0-0%1", "job-name=layouts/one-aa", "nodes=1", "ntasks-per-node=1", "requeue", "signal=USR2@120")
     }
-    assert setup(lines) == [
-        f"export PYTHONPATH={sweep}/code/1${{PYTHONPATH:+:$PYTHONPATH}}",
-        "export PYTHONSAFEPATH=1",
-    ]
+    assert setup(lines) == [f"export PYTHONPATH={sweep}/code/1${{PYTHONPATH:+:$PYTHONPATH}}", "export PYTHONSAFEPATH=1"]
     assert {"--export=ALL", "--kill-on-bad-exit=0", "--wait=600"} <= set(srun(lines))
 
 

@@ -75,8 +75,7 @@ def test_steps_say_nothing_of_other_jobs_or_of_one_that_did_well(slurm, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("place", "words", "raw"),
-    [("[0-2%1]", "CANCELLED by 1000", "CANCELLED"), ("[0-4:2,1]", "DEADLINE", "DEADLINE")],
+    ("place", "words", "raw"), [("[0-2%1]", "CANCELLED by 1000", "CANCELLED"), ("[0-4:2,1]", "DEADLINE", "DEADLINE")]
 )
 def test_jobs_that_ended_before_they_started_share_a_line(slurm, tmp_path, place, words, raw):
     """`scancel` of a whole array that waits: the queue shows it for MinJobAge, five minutes."""
@@ -174,11 +173,7 @@ def test_jobs_of_an_interrupted_submission_are_looked_for_among_all(slurm, tmp_p
         ("titanlab-aa|12|0|12|TIMEOUT|TimeLimit|1:00|n1\n", None, "ended"),
         # ... and where there is some it comes a second later, with the exit code.
         ("titanlab-aa|12|0|12|FAILED|NonZeroExitCode|0:09|n1\n", "", "running"),
-        (
-            "titanlab-aa|12|0|12|FAILED|NonZeroExitCode|0:09|n1\n",
-            "titanlab-aa|12_0|RUNNING|0:0|9|n1|None\n",
-            "running",
-        ),
+        ("titanlab-aa|12|0|12|FAILED|NonZeroExitCode|0:09|n1\n", "titanlab-aa|12_0|RUNNING|0:0|9|n1|None\n", "running"),
         # An elastic job that was requeued and cancelled while it waited: the accounting never hears of it.
         (
             "titanlab-aa|12|0|12|CANCELLED|None|0:09|n1\n",

@@ -147,8 +147,7 @@ def test_marks_name_the_runs_that_were_measured():
 
 
 @pytest.mark.parametrize(
-    ("bands", "drawn"),
-    [(None, 0), ({}, 0), ({"dp_s2": (5.0, 25.0)}, 1), ({"other": (5.0, 25.0)}, 0)],
+    ("bands", "drawn"), [(None, 0), ({}, 0), ({"dp_s2": (5.0, 25.0)}, 1), ({"other": (5.0, 25.0)}, 0)]
 )
 def test_an_interval_is_a_line_with_ends(bands, drawn):
     figure = throughput_by_layout([run("a", speed=10.0), run("b", speed=20.0)], bands=bands)

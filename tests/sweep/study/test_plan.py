@@ -13,7 +13,7 @@ from tests.sweep.studies import SLURM, seeds, study
 from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.plan import MEMORY_ERROR, Estimate
-from titanlab.sweep import Composer, decide, fitting, plan_lines, submit
+from titanlab.sweep import decide, fitting, plan_lines, submit
 from titanlab.sweep import plan as studies
 from titanlab.techniques.tracker.trackers_schema import Wandb
 
@@ -117,13 +117,6 @@ def test_this_host_is_not_looked_at_for_runs_elsewhere(monkeypatch):
     assert found.planned[0].identity.content["hardware"] == "NVIDIA H100 80GB HBM3"
 
 
-def test_whole_studies_take_no_point_that_cannot_be_run():
-    given = [*SMALL, "parallelism=fsdp_tp,single", "world=1,2"]
-    assert len(dropped(plan(*given))) == 2
-    with pytest.raises(ConfigError, match="world"):
-        studies.plan_study(given, whole=True)
-
-
 def test_data_is_prepared_once_and_its_rules_hold(monkeypatch, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a few words of text\n" * 200)
@@ -175,15 +168,6 @@ def test_a_control_runs_beside_the_points_and_changes_no_other_run(tmp_path):
     # Other runs than repeats of a point with the same recipe.
     assert [each.recipe.repeat for each in controls] == [1000, 1001, 1002]
     assert len({each.identity.sha256 for each in found.planned}) == 7
-
-
-def test_a_mistake_that_all_points_share_is_composed_once(monkeypatch):
-    asked = []
-    whole = Composer._whole_recipe
-    monkeypatch.setattr(Composer, "_whole_recipe", lambda *given: asked.append(given[1]) or whole(*given))
-    with pytest.raises(ConfigError, match="training.global_batch=-1: must be at least 1"):
-        plan(*SMALL, "seed=range(0,500)", "training.global_batch=-1")
-    assert len(asked) < 15
 
 
 def test_names_that_the_user_gives_stay():

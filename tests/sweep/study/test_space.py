@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
 from titanlab.records import check_name
-from titanlab.sweep.space import (
-    LENGTH,
-    LIMIT,
-    SweepPoint,
-    control_points,
-    expand,
-    read_expression,
-    starting_order,
-)
+from titanlab.sweep.space import LENGTH, LIMIT, SweepPoint, control_points, expand, read_expression, starting_order
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,7 @@ import pytest
 from tests.sweep.made import Made, begin, end, train, word
 from tests.sweep.table.plain import row
 from titanlab.records import Outcome, OutcomeKind
-from titanlab.sweep import (
-    RecipeRuns,
-    SweepTable,
-    dropped,
-    failure_text,
-    groups,
-    overview,
-    row_details,
-    state_counts,
-)
+from titanlab.sweep import RecipeRuns, SweepTable, dropped, failure_text, groups, overview, row_details, state_counts
 from titanlab.sweep.listing import comparison, failures, text
 
 

@@ -197,11 +197,7 @@ def test_small_gaps_keep_a_digit_and_huge_ones_are_only_huge(value, text):
     assert percent(value) == text
 
 
-TABLE = [
-    *repeated("dp_s2", 1000.0, 1000.0),
-    *repeated("tp2", 900.0, 900.0),
-    row("cp2", outcome="oom", speed=None),
-]
+TABLE = [*repeated("dp_s2", 1000.0, 1000.0), *repeated("tp2", 900.0, 900.0), row("cp2", outcome="oom", speed=None)]
 
 
 def test_the_whole_answer_is_lines():

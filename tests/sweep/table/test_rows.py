@@ -19,14 +19,7 @@ from titanlab.errors import ConfigError
 from titanlab.plan import machine_of
 from titanlab.plan.step_time import step_time
 from titanlab.recipe import Cluster
-from titanlab.sweep import (
-    NAMES,
-    SweepTable,
-    figure_columns,
-    fitting_value,
-    look_at,
-    write_table,
-)
+from titanlab.sweep import NAMES, SweepTable, figure_columns, fitting_value, look_at, write_table
 from titanlab.sweep import rows as look
 from titanlab.sweep.listing import cells
 from titanlab.sweep.rows import COLUMNS, SCHEMA_KEY, SWEEP_KEY, estimate_columns, estimate_values, origin_columns
