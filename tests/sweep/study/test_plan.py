@@ -216,6 +216,13 @@ def estimate(**given):
     )
 
 
+def test_what_is_submitted_is_summed(planned):
+    lines = plan_lines(*planned([{"shard": 1}, {"shard": 2}, {"shard": 6}]), answered=False)
+    assert lines[0] == "layouts: 3 runs (sweeps/layouts)"
+    assert "3 to submit" in lines
+    assert lines[-1] == "3 jobs: 9 processes in all, 4 nodes, 3 arrays; the largest has 6"
+
+
 @pytest.mark.parametrize(
     ("given", "cells"),
     [

@@ -146,7 +146,8 @@ def row_of(made, run, states=None, **given):
 
 
 def test_a_run_that_is_done(made):
-    run = made.run("fsdp_tp", shard=2, tensor=2, point={"parallelism": "fsdp_tp", "training.seq_len": 32})
+    point = {"parallelism": "fsdp_tp", "training.seq_len": 32, "optimizer.betas": [0.9, None], "compile": True}
+    run = made.run("fsdp_tp", shard=2, tensor=2, point=point)
     begin(run, cores=4, code="c0de")
     end(run)
     row = row_of(made, run, code="other")
@@ -165,7 +166,7 @@ def test_a_run_that_is_done(made):
     assert row["skipped_steps"] is None
     assert row["folder"] == str(run.path)
     # As one types them.
-    assert (row["point.parallelism"], row["point.training.seq_len"]) == ("fsdp_tp", "32")
+    assert [row[f"point.{key}"] for key in point] == ["fsdp_tp", "32", "[0.9, null]", "true"]
 
 
 def test_a_run_under_way_has_the_figures_of_its_latest_row(made):
