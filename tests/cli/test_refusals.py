@@ -27,13 +27,11 @@ TABLES = {
 foo=3 ⇒ foo=3: is no key of this recipe; see `titanlab train --cfg job` for all keys
 training.stepz=100 optimizer.schedule.warmup_steps=0 ⇒ training.stepz=100: is no key of this recipe; did you mean training.steps?
 trainig.seq_len=64 ⇒ trainig.seq_len=64: is no key of this recipe; did you mean training.seq_len?
-optimizer.schedule.warmup=3 ⇒ optimizer.schedule.warmup=3: is no key of this recipe; did you mean optimizer.schedule.warmup_steps?
 lr=0.1 ⇒ lr=0.1: is no key of this recipe; did you mean optimizer.lr?
 training.colour=red ⇒ training.colour=red: is no key of this recipe; keys of training: steps, seq_len, global_batch, microbatch, loss_chunk, max_gr…
 modell=debug ⇒ modell=debug: is no key of this recipe; did you mean model?
 launch=slurm launch.extra.reservation=x ⇒ launch.extra.reservation=x: is no key of this recipe; new keys of launch.extra are added with a plus: +launch.extra.reservation=…
 tracker.tags=[a] ⇒ tracker.tags=[a]: is no key of this recipe; it belongs to another tracker: try tracker=wandb
-++training.foo=3 ⇒ training.foo=3: is no key of this recipe; keys of training: steps, seq_len, global_batch, microbatch, loss_chunk, max_gr…
 model=debgu ⇒ model=debgu: is no option of this group; try debug; known: debug, llama2_13b, llama2_34b, llama2_70b, llama2_7b, llama3…; see `titanlab train --help`
 +recipe=nope ⇒ recipe=nope: is no option of this group; known: llama2_13b_64gpus_32k, llama2_13b_64gpus_32k_cpu, llama2_13b…; see `titanlab train --help`
 training.steps.x=300 ⇒ training.steps.x=300: is no key of this recipe; did you mean training.steps?
@@ -48,12 +46,10 @@ hydra.foo=1 ⇒ hydra.foo=1: is no key of Hydra's; see `titanlab train --cfg hyd
 model.kind=gpt ⇒ model.kind=gpt: says which schema the group has, and it has that of llama; leave it out, and choose with model=…
 training.steps=abc ⇒ training.steps=abc: must be a whole number; try 1000
 training.steps=null ⇒ training.steps=null: must be a whole number; try 1000
-training.steps= ⇒ training.steps=: must be a whole number; try 1000
 world=1.0 ⇒ world=1.0: must be a whole number or null; try null
 optimizer.lr=fast ⇒ optimizer.lr=fast: must be a number; try 0.0003
 training.deterministic=maybe ⇒ training.deterministic=maybe: must be true or false; try false
 optimizer.betas=0.9 ⇒ optimizer.betas=0.9: must be a list of numbers; try [0.9,0.95]
-optimizer.betas=[a,b] ⇒ optimizer.betas=[a,b]: must be a list of numbers; try [0.9,0.95]
 name=[a] ⇒ name=[a]: must be text; try run
 optimizer.schedule=linear ⇒ optimizer.schedule=linear: has keys of its own; give them one by one: optimizer.schedule.warmup_steps=…
 'training={seq_len:x}' ⇒ training.seq_len=x: must be a whole number; try 512
@@ -64,12 +60,10 @@ training.steps ⇒ arguments=training.steps: is no override; write key=value; se
 'seed = 1' ⇒ arguments=seed = 1: cannot be read as an override; write key=value without spaces, the key as words with dots between them
 training.steps=[1 ⇒ training.steps=[1: cannot be read as an override; quote it: "training.steps='[1'"
 training.steps=100,200 ⇒ training.steps=100,200: is several values; add -m to run them all; a list is [100,200]
-seed=range(0,3) ⇒ seed=range(0,3): is several values; add -m to run them all
 ~model ⇒ model=???: has no value; give model=…
 ~training.steps ⇒ training.steps=: cannot be taken out; give it a value: training.steps=…
 ~nope ⇒ ~nope=: takes out what is not there; see `titanlab train --cfg job` for all keys
 +training.steps=300 ⇒ +training.steps=300: is in the recipe already; try training.steps=300
-+model=llama_5m ⇒ +model=llama_5m: is in the recipe already; try model=llama_5m
 =3 ⇒ arguments=3: is no option of a group; `titanlab train --help` lists them
 'training.steps=${nope}' ⇒ training.steps=${nope}: Interpolation key 'nope' not found; name a key as in ${model.dim}, or a resolver
 'training.steps=${name}' ⇒ training.steps=${name}: While dereferencing interpolation '${name}': Value 'run' of type 'str' could not be converted to Integer; name a key as in ${model.dim}, or a resolver
@@ -88,7 +82,6 @@ seed=range(0,3) ⇒ seed=range(0,3): is several values; add -m to run them all
 name=a/b ⇒ name=a/b: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try a-b
 sweep=.. ⇒ sweep=..: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try run
 name=xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx ⇒ name=xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try xxxxxxxxxxxxxxxxxx…
-seed=-1 ⇒ seed=-1: must lie in [0, 2⁶³); try 0
 seed=9223372036854775808 ⇒ seed=9223372036854775808: must lie in [0, 2⁶³); try 0
 repeat=-1 ⇒ repeat=-1: counts repetitions from 0; try 0
 training.steps=0 ⇒ training.steps=0: must be at least 1; try 1000
@@ -140,7 +133,6 @@ parallelism.shard=-1 parallelism.replicate=-1 world=4 ⇒ parallelism.replicate=
 parallelism.shard=0 ⇒ parallelism.shard=0: a degree is at least 1, or -1 for the rest; try 1
 parallelism=fsdp world=0 ⇒ world=0: must be at least 1; try 1, or null for the product of the degrees
 world=2 ⇒ world=2: the degrees make 1 (all are 1); try world=1, or a degree of -1 for the rest
-parallelism.shard=2 world=3 ⇒ world=3: the degrees make 2 (shard 2); try world=2, or a degree of -1 for the rest
 data=c4 data.streams=7 data.vocab_size=2048 parallelism=ddp world=2 ⇒ data.streams=7: must be a multiple of the 2 data-parallel processes; try 6 or 8
 runs= ⇒ runs=: names no folder; try runs
 runs=a-file/runs ⇒ runs=a-file/runs: cannot be written (a-file is no folder); give a folder of yours: try runs=~/runs
@@ -174,16 +166,10 @@ checkpoint.load_from=torn ⇒ checkpoint.load_from=torn/checkpoints/step-*******
 checkpoint.load_from=saved model.layers=3 ⇒ checkpoint.load_from=saved/checkpoints/step-********: is of another model: layers.2.attention_norm.weight is absent there and 64 here; choose the model that it was trained as
 checkpoint.load_from=saved training.steps=300 ⇒ training.steps=300: the checkpoint saved/checkpoints/step-******** is of step 300 already; try 600
 -m training.steps=300,0,200 ⇒ training.steps=0: must be at least 1; try 1000
--m training.stepz=1,2 ⇒ training.stepz=1,2: is no key of this recipe; did you mean training.steps?
 -m training.global_batch=8,6 parallelism=fsdp world=4 ⇒ training.global_batch=6: must be a multiple of the 4 data-parallel processes; try 8
 -m runs=a-file seed=0,1 ⇒ runs=a-file: cannot be written (a-file is no folder); give a folder of yours: try runs=~/runs
 -m runs=runs,runs2 ⇒ runs=runs,runs2: is one for the whole sweep; give one value, outside the space
-parallelism.tensor=0 ⇒ parallelism.tensor=0: a degree is at least 1, or -1 for the rest; try 1
-parallelism.context=two ⇒ parallelism.context=two: must be a whole number; try 1
-parallelism=fsdp parallelism.tensor=-1 world=4 ⇒ parallelism.shard=-1: only one degree may be -1, and parallelism.tensor is too; try parallelism.tensor=1
-parallelism=tp parallelism.pipeline=2 world=5 ⇒ world=5: the other degrees make 2, which does not divide it; try world=4
 parallelism.shard=2 parallelism.tensor=2 world=3 ⇒ world=3: the degrees make 4 (shard 2 × tensor 2); try world=4, or a degree of -1 for the rest
-parallelism=fsdp_tp_pp_pc world=16 ⇒ parallelism=fsdp_tp_pp_pc: is no option of this group; try fsdp_tp_pp_cp; known: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_cp, fsdp_t…
 parallelism.expert=2 ⇒ parallelism.expert=2: the model has no experts; try parallelism.expert=1
 parallelism.tensor=3 ⇒ parallelism.tensor=3: must divide 4 attention heads; try parallelism.tensor=1 or 2
 parallelism.tensor=4 ⇒ parallelism.tensor=4: must divide 2 key/value heads; try parallelism.tensor=1 or 2
@@ -195,11 +181,9 @@ parallelism.context=3 parallelism.tensor=2 training.seq_len=516 ⇒ parallelism.
 parallelism.async_tensor=true ⇒ parallelism.async_tensor=true: interleaves the collectives of tensor parallelism, and tensor=1; try false
 parallelism.async_tensor=true parallelism.tensor=2 ⇒ parallelism.async_tensor=true: needs symmetric memory between GPUs, and this runs on a CPU; try false
 parallelism.context=3 ⇒ training.seq_len=512: must be a multiple of 6: two chunks for each of 3 context-parallel processes; try 510
-parallelism.context=2 training.seq_len=6 ⇒ training.seq_len=6: must be a multiple of 4: two chunks for each of 2 context-parallel processes; try 8
 parallelism.context=2 parallelism.context_method=rings ⇒ parallelism.context_method=rings: no such choice; choose one of ring, all_gather
 parallelism.context=2 model.attention=math ⇒ model.attention=math: writes out all scores, and context=2 puts attention together of parts that are not; try auto
 parallelism.shard=2 parallelism.symmetric_memory=true ⇒ parallelism.symmetric_memory=true: is memory between GPUs, and this runs on a CPU; try false
-parallelism.pipeline=3 ⇒ parallelism.pipeline=3: 1f1b makes 3 stages of it, more than the 2 blocks of the model; try parallelism.pipeline=1 or 2, or a model of more blocks
 parallelism.pipeline=2 schedule=zbv ⇒ parallelism.pipeline=2: zbv makes 4 stages of it, more than the 2 blocks of the model; try parallelism.pipeline=1, or a schedule with fewer stages a rank
 parallelism.pipeline=2 model.tied_embeddings=true ⇒ parallelism.pipeline=2: the head is the embedding's table, which first and last stage would both have to own; try parallelism.pipeline=1, or model.tied_embeddings=false
 parallelism.split=[1,1] ⇒ parallelism.split=[1,1]: says where a pipeline is cut, and parallelism.pipeline=1; try null
@@ -209,15 +193,12 @@ parallelism.pipeline=2 parallelism.split=[-1,3] ⇒ parallelism.split=[-1,3]: mu
 parallelism.pipeline=2 parallelism.split=[layers.7] ⇒ parallelism.split=[layers.7]: the model has no piece layers.7; its pieces are tok_embeddings, layers.0, layers.1, norm, output
 parallelism.pipeline=2 parallelism.split=[layers.0,layers.1] ⇒ parallelism.split=[layers.0,layers.1]: must name a piece for each of the 1 stages after the first, and names 2; try null for a balanced split
 parallelism.pipeline=3 model.layers=4 parallelism.split=[layers.3,layers.1] ⇒ parallelism.split=[layers.3,layers.1]: stage 1 would begin with layers.3 and end before layers.1; name pieces in the order of the forward pass, each once, or null for a balanced split
-parallelism.pipeline=2 parallelism.split=[tok_embeddings] ⇒ parallelism.split=[tok_embeddings]: stage 0 would begin with tok_embeddings and end before tok_embeddings; name pieces in the order of the forward pass, each once, or null for a balanced split
 parallelism.pipeline=2 parallelism.split=2 ⇒ parallelism.split=2: must be a list of texts or null; try null
 parallelism.pipeline=2 model.layers=4 schedule=zero_bubble ⇒ schedule=zero_bubble: is no option of this group; try interleaved_zero_bubble; known: 1f1b, csv, dualpipe_v, gpipe, interleaved_1f1b, interleaved_…
 parallelism.pipeline=2 model.layers=4 schedule=1f1b schedule.stages_per_rank=2 ⇒ schedule.stages_per_rank=2: is no key of this recipe; it belongs to another schedule: try schedule=dualpipe_v
 parallelism.pipeline=2 model.layers=4 schedule=interleaved_1f1b schedule.stages_per_rank=0 ⇒ schedule.stages_per_rank=0: every rank has at least one stage; try 2
 parallelism.pipeline=2 model.layers=4 schedule=zbv schedule.stages_per_rank=3 ⇒ schedule.stages_per_rank=3: stages go through the ranks there and back, two a rank; try 2, or schedule=interleaved_zero_bubble
-parallelism.pipeline=2 model.layers=4 schedule=interleaved_1f1b schedule.stages_per_rank=4 ⇒ parallelism.pipeline=2: interleaved_1f1b makes 8 stages of it, more than the 4 blocks of the model; try parallelism.pipeline=1, or a schedule with fewer stages a rank
 parallelism.pipeline=2 model.layers=4 schedule=dualpipe_v training.microbatch=4 ⇒ schedule=dualpipe_v: needs at least 4 microbatches, one for each of its stages, and a step has 2; try schedule=zbv, or training.global_batch times 2
-parallelism.pipeline=2 model.layers=4 schedule=dualpipe_v training.global_batch=2 ⇒ schedule=dualpipe_v: needs at least 4 microbatches, one for each of its stages, and a step has 2; try schedule=zbv, or training.global_batch times 2
 parallelism.pipeline=2 model.layers=4 schedule=csv ⇒ schedule.file=: names no file; write one with `titanlab schedule 1f1b --csv my.csv`: schedule.file=my.csv
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=nope.csv ⇒ schedule.file=nope.csv: cannot be read (No such file or directory); give a CSV, say of `titanlab schedule 1f1b --csv my.csv`
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=empty.csv ⇒ schedule.file=empty.csv: has no action; give it one line a rank, with cells like 0F0,0B0
@@ -229,10 +210,8 @@ parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=one-rank.csv �
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=halves.csv ⇒ schedule.file=halves.csv: is for 1 microbatch a step, and a step has 8; try training.microbatch times 8, or schedule=1f1b
 +recipe=early --config-dir conf ⇒ override /precision=bf16: comes before what it is to override; put what overrides at the end of the defaults of recipe/early.yaml
 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
-seed=3 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
 +recipe=keys --config-dir conf ⇒ recipe=keys: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/keys.yaml: # @package _global_
 +recipe=chosen --config-dir conf ⇒ recipe=chosen: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/chosen.yaml: # @package _global_
-seed=1 +recipe=added --config-dir conf ⇒ recipe=added: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/added.yaml: # @package _global_
 +experiment=mine --config-dir conf ⇒ experiment=mine: has its keys below experiment, which is no key of a recipe; make this the first line of experiment/mine.yaml: # @package _global_
 model=llama_2m tracker=[wandb,tensorbord] ⇒ tracker=tensorbord: is no option of this group; try tensorboard; known: jsonl, tensorboard, wandb
 model=llama_2m tracker=[] ⇒ tracker=[]: is no list of options; known: jsonl, tensorboard, wandb; for none: tracker=jsonl
@@ -287,17 +266,13 @@ tracker.wandb.project=3 ⇒ tracker.wandb.project=3: is a key only where a list 
 tracker.wandb.zzz=1 ⇒ tracker.wandb.zzz=1: is no key of this recipe; keys of tracker.wandb: kind, mode, project, entity, group, tags, finish_seconds, qu…
 model.experts=4 ⇒ model.experts=4: is no key of this recipe; it belongs to another model: try model=mixtral
 steps=3 ⇒ steps=3: is no key of this recipe; did you mean profiler.steps or training.steps?
-every=1 ⇒ every=1: is no key of this recipe; did you mean ac.every or checkpoint.every or profiler.every?
 hydra.sweeper.where=3 ⇒ hydra.sweeper.where=3: is a key of a sweep's file; add hydra/sweeper=space to have hydra.sweeper.where
 lr_scheduler.lr_min=0.1 ⇒ lr_scheduler.lr_min=0.1: is no key of this recipe; torchtitan's lr_scheduler.lr_min is optimizer.schedule.floor here
 training.global_batch_size=3 ⇒ training.global_batch_size=3: is no key of this recipe; did you mean training.global_batch?
-lr_scheduler.warmup_steps=3 ⇒ lr_scheduler.warmup_steps=3: is no key of this recipe; did you mean optimizer.schedule.warmup_steps?
-launch.environment.A=x ⇒ launch.environment.A=x: is no key of this recipe; new keys of launch.environment are added with a plus: +launch.environment.A=…
 name='${oc.env:STRANGE,x}' ⇒ name=${oc.env:STRANGE}: a variable of the environment may be a secret, and recipes are written down and sent to trackers; give the value itself; docs/configuration.md lists what may be read
 name='${oc.decode:"{a: 1}"}' ⇒ name=${oc.decode:"{a: 1}"}: cannot be read as an override; quote it: "name='${oc.decode:"{a: 1}"}'"
 name='${oc.create:{a: 1}}' ⇒ name=${oc.create:{a: 1}}: cannot be read as an override; quote it: "name='${oc.create:{a: 1}}'"
 a=b=c( ⇒ a=b=c(: cannot be read as an override; quote it: "a='b=c('"
-model=1e5 ⇒ model=1e5: is no option of this group; known: debug, llama2_13b, llama2_34b, llama2_70b, llama2_7b, llama3…; see `titanlab train --help`
 name='???' ⇒ name=???: has no value; give name=…
 data.document_mask=true model=llama_2m model.attention=cudnn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=cudnn: has no form for documents with context=1, and data.document_mask is on; try auto
 launch=slurm cluster=h100 model.attention=flash ⇒ model.attention=flash: computes in 16 bits only on a GPU; try precision=bf16, or auto
@@ -312,18 +287,36 @@ launch=slurm cluster=h100 parallelism.shard=2 parallelism.symmetric_memory=true 
 launch=slurm cluster=h100 parallelism.shard=2 parallelism.tensor=2 compile=block parallelism.symmetric_memory=true parallelism.async_tensor=true ⇒ parallelism.symmetric_memory=true: is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process; try false, or parallelism.async_tensor=false
 parallelism.context=2 model.attention=flash_attn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=flash_attn: is no kernel of torch's, of which context=2 puts attention together; try auto or flash
 model=mixtral_debug parallelism.expert=0 ⇒ parallelism.expert=0: a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing; try 1
-model=mixtral_debug parallelism.expert=-1 parallelism.shard=2 ⇒ parallelism.expert=-1: a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing; try 1
 model=mixtral_debug parallelism.expert=2 ⇒ parallelism.expert=2: must divide the 1 processes of shard · context · tensor; try parallelism.expert=1
 model=mixtral_debug parallelism.expert=3 parallelism.shard=3 training.global_batch=9 ⇒ parallelism.expert=3: must divide the 4 experts; try parallelism.expert=1
 model=mixtral_debug parallelism.expert=2 parallelism.tensor=2 parallelism.sequence_parallel=false ⇒ parallelism.expert=2: needs tokens that are divided among the processes of the tensor axis, and sequence_parallel=false; try parallelism.sequence_parallel=true
 model=mixtral_debug parallelism.expert=2 parallelism.tensor=2 model.balance=auxiliary_sequence ⇒ model.balance=auxiliary_sequence: counts by sequence, and with tensor > 1 and expert > 1 each process routes a part of the tokens; try auxiliary_batch or bias
-model=mixtral_debug parallelism.expert=4 parallelism.shard=6 training.global_batch=12 ⇒ parallelism.expert=4: must divide the 6 processes of shard · context · tensor; try parallelism.expert=1 or 2
 parallelism.tensor=2 parallelism.loss_parallel=false training.loss_chunk=64 ⇒ training.loss_chunk=64: loss_parallel=false gathers whole logits; try 0, or parallelism.loss_parallel=true
 training.on_nan=rollback checkpoint.every=0 ⇒ training.on_nan=rollback: goes back to a checkpoint, and checkpoint.every=0 saves none on the way; try checkpoint.every=100, or training.on_nan=skip
 launch=slurm cluster=h100 training.check_every=3 ⇒ training.check_every=3: compares bits, and without training.deterministic=true kernels of a GPU may give others each time; set that too, or try 0
-parallelism=fsdpp ⇒ parallelism=fsdpp: is no option of this group; try fsdp; known: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_cp, fsdp_t…
 -m model=llama_2m 'tracker=[wandb,nope],jsonl' ⇒ tracker=nope: is no option of this group; known: jsonl, tensorboard, wandb
 launch=slurm cluster=local ⇒ cluster.accelerator=auto: is whatever this host has, and launch=slurm runs elsewhere; name the nodes: cluster=h100, cluster=cpu or one of your own (docs/clusters.md)
+launch.restarts=-1 ⇒ launch.restarts=-1: must not be negative…
+launch.restarts=1 launch.min_world=0 ⇒ launch.min_world=0: must be at least 1…
+launch.min_world=2 ⇒ launch.min_world=2: says how small a restarted run may become, and launch.restarts=0…
+launch.at_once=0 ⇒ launch.at_once=0: must be at least 1…
+cluster.per_node=0 ⇒ cluster.per_node=0: must be at least 1…
+cluster.memory_gb=-1 ⇒ cluster.memory_gb=-1.0: must be a positive number…
+launch=slurm launch.minutes=0 ⇒ launch.minutes=0: must be at least 1; try 60, or null
+launch=slurm launch.signal_seconds=0 ⇒ launch.signal_seconds=0: must be at least 1; try 120
+launch=slurm launch.minutes=2 ⇒ launch.signal_seconds=120: leaves nothing of the 2 minutes that a job has; try 20…
+launch=slurm launch.memory_gib=nan ⇒ launch.memory_gib=nan: must not be negative…
+launch=slurm launch.max_requeues=-1 ⇒ launch.max_requeues=-1: must not be negative…
+launch=slurm launch.cpus_per_task=-1 ⇒ launch.cpus_per_task=-1: must be at least 1; try 8, or null
+launch=slurm launch.array_parallelism=0 ⇒ launch.array_parallelism=0: must be at least 1; try 8, or null
+launch=slurm "launch.partition=' '" ⇒ launch.partition=…: must be a name…
+launch=slurm launch.python= ⇒ launch.python=: must be a name…
+launch=slurm +launch.environment.A-B=x ⇒ launch.environment=A-B: is no name of a variable…
+launch=slurm +launch.extra.ntasks_per_node=1 ⇒ launch.extra.ntasks_per_node=1: is titanlab's own…
+launch=slurm +launch.extra.job-name=x ⇒ launch.extra.job-name=x: is titanlab's own…
+launch=slurm "+launch.extra={time 5:x}" ⇒ launch.extra=time 5: is no flag of sbatch; write it long, without the dashes
+launch=slurm +launch.extra.exclusive=yes ⇒ launch.extra.exclusive=yes: is text, and … takes none; try true
+launch=slurm +launch.extra.use_min_nodes=Off ⇒ launch.extra.use_min_nodes=Off: is text, and … takes none; try false
 RANK=x WORLD_SIZE=4 ⇒ RANK=x: must be a whole number…
 RANK=0 WORLD_SIZE=4 ⇒ MASTER_PORT=null: is not set…
 RANK=0 WORLD_SIZE=4 MASTER_PORT=99999 ⇒ MASTER_PORT=99999: is not a port…
@@ -334,7 +327,6 @@ RANK=0 WORLD_SIZE=6 MASTER_PORT=1 parallelism=fsdp_tp_pp ⇒ WORLD_SIZE=6: the o
 RANK=0 WORLD_SIZE=4 MASTER_PORT=1 parallelism=tp ⇒ parallelism.tensor=4: must divide 2 key/value heads; try parallelism.tensor=1 or 2
 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=x ⇒ SLURM_STEP_NUM_TASKS=x: must be a whole number…
 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 ⇒ SLURM_PROCID=null: is not set…
-TITANLAB_CACHE=a-file data=files data.files=text.txt data.vocab_size=340 ⇒ TITANLAB_CACHE=a-file: cannot be written…export TITANLAB_CACHE=…
 TITANLAB_CACHE=a-file/x data=files data.files=text.txt data.vocab_size=340 ⇒ TITANLAB_CACHE=a-file/x: cannot be written…export TITANLAB_CACHE=…
 training.steps=0 --cfg job ⇒ training.steps=0: must be at least 1; try 1000
 +foo=3 --cfg job ⇒ foo=3: is no key of this recipe; see `titanlab train --cfg job` for all keys
@@ -428,6 +420,10 @@ layouts --outcome oom --all-failed ⇒ --outcome=oom: is one of those of --all-f
 layouts --outcome , ⇒ arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name runs
 layouts --outcome oom,fire ⇒ --outcome=fire: is no outcome; known: oom, hang, nan, crash, preempted, walltime, node_fail, cance…
 layouts nonesuch ⇒ run=nonesuch: fits no run of sweep layouts; try new-********
+layouts --outcome done ⇒ --outcome=done: is done…
+layouts --outcome oom precision=bf16 ⇒ precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node…
+layouts --outcome oom launch.kind=slurm ⇒ launch.kind=slurm: would be another launcher…
+layouts --outcome oom launch.at_once=soon ⇒ launch.at_once=soon: …
 """,
     "best": r"""
 layouts --by speed ⇒ --by=speed: is no figure to rank by; known: tps, mfu, memory
@@ -572,6 +568,21 @@ bad --what temporary,data-cache ⇒ --what=temporary,data-cache: data-cache is o
     "sweep": r"""
 ⇒ arguments=: say nothing of what to sweep; try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps
 +sweeps=nope ⇒ sweeps=nope: is no option of this group; known: ac_memory, cpu_1d_to_4d, cpu_calibration, llama3_405b_512gpu…
+seed=1,2 ++seed=3,4 ⇒ seed=3,4: is swept twice; …
+seed=1,2 seed=7 ⇒ seed=7: is one value for all points…
+seed=1,1 ⇒ space.product.seed=1: is there twice; …
+seed=1,1.0 ⇒ seed=1.0: must be a whole number; …
+seed=range(0,10,nan) ⇒ seed=range(0,10,nan): has no end of values, or none at all; …
+seed=glob(*) ⇒ seed=glob(*): fits no value; …
+"=1,2" ⇒ space.product=: is no key of a recipe; …
+training.steps.x=1,2 ⇒ training.steps.x=1,2: is no key of this recipe; did you mean training.steps?
+sweeps=a,b ⇒ sweeps=a,b: is one for the whole sweep; …
+optimizer.schedule=3,4 ⇒ optimizer.schedule=3: has keys of its own; …
+hydra/sweeper=space seed=1,2 hydra.sweeper.repeats=true ⇒ repeats=true: must be a whole number, at least 1; …
+hydra/sweeper=space seed=1,2 hydra.sweeper.repeats=1001 ⇒ repeats=1001: is more than 1000; …
+hydra/sweeper=space seed=1,2 hydra.sweeper.where=[null] ⇒ where=null: is no condition; …
+seed=1,2 hydra.sweeper=null ⇒ hydra.sweeper=null: takes away what titanlab reads a sweep with; …
+seed=1,2 ~hydra.launcher._target_ ⇒ hydra.launcher._target_=: would run the points by itself…
 seed=1 --wait --dry-run ⇒ --dry-run=true: submits nothing to wait for (--wait); leave one out
 seed=0,1 --keep --prune ⇒ --prune=true: excludes --keep; leave one out
 seed=0,1 --json --wait ⇒ --json=true: has no table, which --wait shows; leave one out
@@ -588,8 +599,6 @@ quickstart nonesuch ⇒ recipe=nonesuch: is neither a run nor a recipe; try +rec
 quickstart "+recipe=quickstart 'world=2" ⇒ recipe=+recipe=quickstart 'world=2: cannot be read (No closing quotation); try '+recipe=quickstart world=2'
 good "+recipe=quickstart seed=1" ⇒ run=+recipe=quickstart seed=1: is no finished run, and good is one; compare two runs, or two recipes
 good over --steps=5 ⇒ --steps=5: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
-good over --processes=2 ⇒ --processes=2: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
-good over --only=fsdp ⇒ --only=fsdp: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
 good over --inductor ⇒ --inductor=true: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
 nope seed=1 ⇒ recipe=nope: is no recipe and no sweep of conf; try +recipe=quickstart
@@ -600,8 +609,6 @@ quickstart --processes 0 ⇒ --processes=0: must lie in 1 to 256; try 16
 ⇒ arguments=: say nothing of what to rehearse; try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep
 nope ⇒ sweep=nope: is no sweep under runs; try single
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
-quickstart --steps 101 ⇒ --steps=101: must lie in 1 to 100; try 3
-quickstart --processes 300 ⇒ --processes=300: must lie in 1 to 256; try 16
 quickstart --keep a-file ⇒ --keep=a-file: cannot be made (File exists); give a folder of yours
 quickstart --keep conf ⇒ --keep=conf: has files already; give an empty folder, or a new one
 """,

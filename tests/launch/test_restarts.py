@@ -11,10 +11,9 @@ from tests.launch.command import ROOT
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
 from titanlab.distributed import this_host
-from titanlab.errors import ConfigError
 from titanlab.launch import continue_run, processes
 from titanlab.launch.attempt import Restarts, reduced
-from titanlab.launch.launchers_schema import Local, Slurm
+from titanlab.launch.launchers_schema import Local
 from titanlab.launch.processes import hide_device
 from titanlab.records import RESTART, Outcome, OutcomeKind
 from titanlab.system import Console
@@ -66,10 +65,6 @@ def test_when_a_group_starts_again(tmp_path, ends, said):
     assert decided(tmp_path, ends, shard=2) == said
 
 
-def test_without_launch_restarts_nothing_starts_again(tmp_path):
-    assert decided(tmp_path, [ended(step=3)], most=0) == [""]
-
-
 @pytest.mark.parametrize(
     ("ranks", "given", "worlds"),
     [
@@ -118,20 +113,6 @@ def test_the_device_of_a_rank_that_is_left_out_is_hidden(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     hide_device(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
-
-
-@pytest.mark.parametrize("schema", [Local, Slurm])
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"restarts": -1}, "launch.restarts=-1: must not be negative; try 3"),
-        ({"restarts": 1, "min_world": 0}, "launch.min_world=0: must be at least 1"),
-        ({"min_world": 2}, "launch.min_world=2: says how small a restarted run may become, and launch.restarts=0"),
-    ],
-)
-def test_limits_that_cannot_be(schema, given, told):
-    with pytest.raises(ConfigError, match=told):
-        schema(**given)
 
 
 @pytest.fixture

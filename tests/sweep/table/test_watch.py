@@ -147,18 +147,6 @@ def test_in_a_pipe_changes_are_lines(made):
     assert lines[5] == "layouts"
 
 
-def test_what_a_stream_cannot_show_is_replaced(made):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    run = made.run("a", shard=2, tensor=2)
-    begin(run)
-    end(run, "crash", cause="größer")
-    Screen(stream, environ={}).show("layouts", SweepTable(made.folder).rows())
-    stream.seek(0)
-    said = stream.read()
-    assert "dp_s2?tp2" in said
-    assert "gr??er" in said
-
-
 DONE = {"state": "ended", "outcome": "done"}
 CRASH = {"state": "ended", "outcome": "crash"}
 OOM = {"state": "ended", "outcome": "oom"}
