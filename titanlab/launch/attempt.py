@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ from titanlab.distributed import (
     world_of,
 )
 from titanlab.errors import ConfigError
+from titanlab.launch.evidence import may_work
 from titanlab.launch.launchers import given_cores
 from titanlab.recipe import LaunchSettings, Recipe, adapted, check_all_but_data, resolve, to_mapping
 from titanlab.records import (
@@ -46,7 +46,6 @@ from titanlab.records import (
     Outcome,
     OutcomeKind,
     RunFolder,
-    Status,
     collect,
     from_exit,
     metrics_of,
@@ -56,14 +55,14 @@ from titanlab.records import (
     says_oom,
     text_at_end,
 )
-from titanlab.system import StoreFault, born_at, disk_fault, process_start, tells_of_disk, write_json
+from titanlab.system import StoreFault, disk_fault, tells_of_disk, write_json
 
 if TYPE_CHECKING:
     from titanlab.launch.job import Job
 
-# Processes of an attempt whose launcher was killed may still write, see `close_dead`. Processes of another host cannot
-# be seen, and its file system may have no locks: for these, wait longer than a first step may take.
-_SILENT_HERE_SECONDS = 10.0
+# Ranks of an attempt whose launcher was killed may still write for this time, see `close_dead`. Those of another host
+# cannot be seen: for these, wait longer than a first step may take.
+_HERE_SECONDS = 10.0
 _SILENT_SECONDS = 2 * 3600.0
 _EARLIER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
@@ -222,11 +221,9 @@ def close_dead(run: RunFolder) -> None:
     """
     status = run.known_status()
     # A job's launcher would know more.
-    is_open = run.newest_attempt() > 0 and run.result() is None
-    if status is None or run.job() is not None or not is_open or _works(status):
+    if status is None or run.job() is not None or not run.newest_attempt() or run.result() is not None:
         return
-    is_here = status.host == socket.gethostname()
-    if time.time() - status.updated >= (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS):
+    if not may_work(status, silent_seconds=_SILENT_SECONDS, here_seconds=_HERE_SECONDS):
         with run.claim():
             _close(run)
 
@@ -240,7 +237,7 @@ def close_earlier(run: RunFolder) -> None:
         ConfigError: the ranks do not end.
     """
     end = time.monotonic() + _EARLIER_SECONDS
-    while (status := run.known_status()) is not None and _works(status):
+    while (status := run.known_status()) is not None and may_work(status, silent_seconds=0.0):
         if time.monotonic() > end:
             rule = f"its launcher is gone, and process {status.pid} still works on it"
             raise ConfigError("run", run.path, rule, f"wait for it, or kill it: kill -9 {status.pid}")
@@ -264,15 +261,6 @@ def _close(run: RunFolder) -> None:
     if (reason := read_stop(run.attempt_folder(attempt))) is not None:
         kind, cause = reason.kind, f"{reason.cause.removesuffix(_RESUMABLE)}; it ended before it had saved"
     run.write_result(with_progress(run, Outcome(kind=kind, attempt=attempt, cause=f"{cause}{_RESUMABLE}")))
-
-
-def _works(status: Status) -> bool:
-    """Whether the process that has written a status lives on this host, and the run has not ended."""
-    if status.state in ("prepared", "ended") or status.host != socket.gethostname() or status.pid == os.getpid():
-        return False
-    # A later process may have the same number.
-    start = process_start(status.pid)
-    return born_at(status.pid) is not None and (start is None or start <= status.updated)
 
 
 def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
