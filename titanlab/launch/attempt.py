@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from titanlab.checkpoint import (
     DamagedCheckpoint,
@@ -69,55 +69,77 @@ _POLL_SECONDS = 0.2
 _RESUMABLE = "; the run can be resumed"
 
 
-class Group(Protocol):
+class Group:
     """The ranks of a claimed run, as seen by the process that makes its attempts.
 
-    Attributes:
+    Args:
         processes: of the run on this host; None: all of them.
-        checkpoint: the checkpoint that the user has chosen for the next attempt; None: the newest.
+        job: of this process; None: it belongs to no job.
+        checkpoint: that the user has chosen for the next attempt; None: the newest.
+
+    Attributes:
         restart: why the ranks start again, once they do.
+        has_lost_nodes: whether the last attempt has lost a node of the job.
+        fixed: ranks that cannot be left out.
     """
 
-    started_by: str
-    processes: int | None
-    checkpoint: Place | None
-    restart: Restart | None
+    has_lost_nodes = False
+    fixed: tuple[int, ...] = ()
 
-    @property
-    def job(self) -> Job | None:
-        """The job of this process; None: it belongs to no job."""
+    def __init__(
+        self,
+        run: RunFolder,
+        report: Callable[[str], None],
+        *,
+        started_by: str,
+        processes: int | None,
+        job: Job | None = None,
+        checkpoint: Place | None = None,
+    ) -> None:
+        self.run, self.report, self.started_by, self.processes = run, report, started_by, processes
+        self.job, self.checkpoint = job, checkpoint
+        self.restart: Restart | None = None
+        self._restarts: Restarts | None = None
 
-    def report(self, line: str, /) -> None:
-        """Tell the user something."""
+    def make_attempts(self) -> Outcome:
+        """Make attempts until the ranks do not start again. Returns the last outcome."""
+        while True:
+            try:
+                recipe = self.next_recipe()
+                attempt = begin(self.run, recipe, self)
+            except Exception as error:
+                return self.refused(error)
+            if self.job is not None:
+                self.job.note(attempt)
+            if self.restart is not None:
+                self.restart.note(self.run, attempt)
+            outcome = self.attempted(attempt, recipe)
+            if not self.goes_on_after(outcome, recipe):
+                return outcome
 
     def next_recipe(self) -> Recipe:
         """The recipe of the next attempt, after every check."""
+        raise NotImplementedError
 
     def refused(self, error: Exception) -> Outcome:
         """Record that the next attempt cannot begin, or raise the error."""
+        raise NotImplementedError
 
     def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
         """Start the ranks of an attempt that has begun, wait for their end, and record the outcome."""
+        raise NotImplementedError
 
     def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
         """Decide whether the ranks start again, perhaps with another recipe."""
+        raise NotImplementedError
 
-
-def make_attempts(run: RunFolder, group: Group) -> Outcome:
-    """Make attempts at a claimed run until its ranks do not start again. Returns the last outcome."""
-    while True:
-        try:
-            recipe = group.next_recipe()
-            attempt = begin(run, recipe, group)
-        except Exception as error:
-            return group.refused(error)
-        if group.job is not None:
-            group.job.note(attempt)
-        if group.restart is not None:
-            group.restart.note(run, attempt)
-        outcome = group.attempted(attempt, recipe)
-        if not group.goes_on_after(outcome, recipe):
-            return outcome
+    def decided(self, outcome: Outcome, recipe: Recipe, *, lost: str = "", usable: int | None = None) -> str | None:
+        """Decide as `Restarts` does, and tell the user. Returns why the ranks do not start again; None: they do."""
+        self._restarts = self._restarts or Restarts(self.run, recipe.launch, fixed=self.fixed)
+        self.restart, why_not = self._restarts.after(outcome, recipe, lost=lost, usable=usable)
+        if line := why_not if self.restart is None else self.restart.why:
+            self.report(line)
+        return None if self.restart is not None else why_not
 
 
 def begin(run: RunFolder, recipe: Recipe, group: Group) -> int:
@@ -318,10 +340,13 @@ def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: Kil
 
 
 def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
-    """The outcome, with the last step of its attempt that any record shows."""
+    """The outcome, with the last step of its attempt that any record shows.
+
+    Outside any attempt (0) a run neither gains nor loses steps: it keeps those and the figures of its last attempt.
+    """
     # The status may be a second old, and not every step has a row of metrics.
-    status = run.known_status()
-    status = status if status is not None and status.attempt == outcome.attempt else None
+    status, earlier = run.known_status(), None if outcome.attempt else run.result()
+    status = status if status is not None and outcome.attempt in (0, status.attempt) else None
     rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
     first_steps = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
     saved = None
@@ -330,7 +355,7 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
         saved = latest(checkpoints_of(run))
     steps = [outcome.step, status.step if status else 0, step_of(saved) if saved else 0, *first_steps]
     steps += [row["step"] for row in rows]
-    last = metrics_of(rows[-1]) if rows else outcome.metrics
+    last = metrics_of(rows[-1]) if rows else earlier.metrics if earlier else {}
     return replace(outcome, step=max(steps), steps=status.steps if status else None, metrics=outcome.metrics or last)
 
 

@@ -241,12 +241,7 @@ def fail(sweep: Path, job: LocalJob, cause: str) -> None:
 
     run = RunFolder(sweep / job.run)
     with contextlib.suppress(ConfigError), run.claim():
-        outcome, earlier = with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=0, cause=cause)), run.result()
-        if earlier is not None:
-            # Keep the step of the earlier outcome: this attempt neither gained nor lost steps.
-            step = max(outcome.step, earlier.step)
-            outcome = replace(outcome, step=step, steps=outcome.steps or earlier.steps, metrics=earlier.metrics)
-        run.write_result(outcome)
+        run.write_result(with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=0, cause=cause)))
 
 
 class Supervisor:
