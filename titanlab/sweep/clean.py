@@ -32,7 +32,8 @@ from titanlab.data import cache as data_cache
 from titanlab.errors import ConfigError
 from titanlab.launch import may_work
 from titanlab.records import RECORD, OutcomeKind, RunFolder, is_locked, read_optional
-from titanlab.sweep.rows import ACTIVE, look_at
+from titanlab.sweep.reconcile import ACTIVE
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system import StoreFault, read_bytes, user_path
 from titanlab.techniques.compile import cache as compile_cache

@@ -15,7 +15,8 @@ from titanlab.records import OutcomeKind, RunFolder
 from titanlab.sweep import listing
 from titanlab.sweep.listing import Row
 from titanlab.sweep.ranking import drift_lines
-from titanlab.sweep.rows import ACTIVE, look_at
+from titanlab.sweep.reconcile import ACTIVE
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system import counted, discard, harmless
 
