@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.command import alive, children, finished
 from tests.until import until
-from titanlab.distributed import free_port, handled_signals
+from titanlab.distributed import free_port, handled_signals, held_signals
 from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
 from titanlab.records import OutcomeKind
@@ -134,7 +134,9 @@ def ranks_run(monkeypatch, tmp_path):
         # A shell cannot fork ranks. This is how ranks start where the system has no adoption.
         monkeypatch.setattr(local, "adopting", lambda: contextlib.nullcontext(False))
         (tmp_path / "logs").mkdir(exist_ok=True)
-        return local.start(tmp_path, attempt=1, world=world, logs=tmp_path / "logs")
+        # As the caller of a launcher does.
+        with held_signals():
+            return local.start(tmp_path, attempt=1, world=world, logs=tmp_path / "logs")
 
     return start
 

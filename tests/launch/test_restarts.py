@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from tests.launch.command import ROOT
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
 from titanlab.distributed import this_host
-from titanlab.launch import continue_run, processes
+from titanlab.errors import ConfigError
+from titanlab.launch import RankProcesses, continue_run, processes
 from titanlab.launch.attempt import Restarts, reduced
 from titanlab.launch.launchers_schema import Local
 from titanlab.launch.processes import hide_device
@@ -156,6 +158,18 @@ def test_a_rank_that_is_killed_costs_no_step(installed, pool, tmp_path, capsys):
     straight = tiny.begin(undisturbed)
     pool.run(1, tiny.as_rank, undisturbed, straight)
     assert losses(run) == losses(straight)
+
+
+def test_ctrl_c_while_the_ranks_of_an_attempt_are_ended_begins_no_other(installed, tmp_path, monkeypatch):
+    usual = RankProcesses.end
+
+    def end(processes, number, *, seconds):
+        os.kill(os.getpid(), signal.SIGINT)
+        usual(processes, number, seconds=seconds)
+
+    monkeypatch.setattr(RankProcesses, "end", end)
+    run, outcome = trained(tmp_path, Local(restarts=2, threads=1), data=Planted(fault="kill", step=3, attempt=2))
+    assert (outcome.kind, run.attempts()) == (OutcomeKind.CRASH, [1, 2])
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ from pathlib import Path
 from titanlab.checkpoint import checkpoints_of, latest
 from titanlab.distributed import LOG, STOP_SIGNALS, held_signals
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.launch.attempt import close_earlier, make_attempts, reduced, with_progress
+from titanlab.launch.attempt import Group, close_earlier, reduced, with_progress
 from titanlab.launch.contract import launch_of
 from titanlab.launch.execute import RanksHere
 from titanlab.launch.job import (
@@ -114,7 +114,7 @@ def _lead(job: Job) -> int:
         except TitanlabError as error:
             say(f"error: {error}")
             return _nothing_to_do(job, str(error), code=error.exit_code)
-        group: RankGroup | RanksHere
+        group: Group
         if job.has_a_task_for_each_rank:
             group = RankGroup(job, say)
         else:
@@ -123,7 +123,7 @@ def _lead(job: Job) -> int:
             console = stack.enter_context(Console())
             group = RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
         before = latest(checkpoints_of(job.run))
-        outcome = make_attempts(job.run, group)
+        outcome = group.make_attempts()
         has_saved = latest(checkpoints_of(job.run)) != before
         requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=group.has_lost_nodes)
     return _exit_code(outcome)

@@ -14,8 +14,8 @@ from typing import Any
 from titanlab.errors import ConfigError
 from titanlab.launch import UNANSWERED
 from titanlab.records import STATES, OutcomeKind, RunFolder, list_runs
-from titanlab.sweep.reconcile import close_dead_runs
-from titanlab.sweep.rows import ACTIVE, POINT, point_keys
+from titanlab.sweep.reconcile import ACTIVE, close_dead_runs
+from titanlab.sweep.rows import POINT, point_keys
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system import counted, duration, grouped
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing

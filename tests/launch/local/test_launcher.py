@@ -97,7 +97,7 @@ def test_a_run_that_cannot_be_read_is_not_started(sweep, lost):
 def test_a_job_of_another_host_lives_as_long_as_it_is_heard_of(sweep, word, updated, found):
     """With a status so many seconds ago."""
     run = begin(sweep, host="other")
-    run.write_status(Status(state=word, updated=time.time() - updated))
+    run.write_status(Status(state=word, host="other", updated=time.time() - updated))
     assert state(sweep).state == found
     with run.claim():
         assert state(sweep).state == "running"

@@ -16,6 +16,7 @@ import pytest
 
 from tests.launch.command import alive
 from tests.until import until
+from titanlab.distributed import held_signals
 from titanlab.launch import processes as escalation
 from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
@@ -51,7 +52,9 @@ def forked(monkeypatch, tmp_path):
     def start(world, script, prepare="pass", **how):
         monkeypatch.setattr(local, "worker_command", lambda folder: worker(tmp_path, script, prepare, **how))
         (tmp_path / "logs").mkdir(exist_ok=True)
-        return local.start(tmp_path, attempt=7, world=world, logs=tmp_path / "logs")
+        # As the caller of a launcher does.
+        with held_signals():
+            return local.start(tmp_path, attempt=7, world=world, logs=tmp_path / "logs")
 
     return start
 

@@ -226,6 +226,15 @@ def test_a_run_with_a_job_goes_on_as_its_queue_says(made, monkeypatch, row, expe
     assert len(asked) == 2
 
 
+def test_a_later_process_with_the_number_of_a_dead_one_does_not_work_on_its_run(made, monkeypatch):
+    run = made.run("one")
+    begin(run)
+    row = {"run": run.path.name, "state": "running", "job_id": None}
+    monkeypatch.setattr(run_watch, "look_at", lambda sweep: lambda: [row])
+    run.write_status(Status(state="running", attempt=1, pid=os.getppid(), updated=1000.0))
+    assert RunWatch(run).goes_on() == (False, "nobody works on it any more, and it left no result")
+
+
 def test_an_end_that_is_final_asks_no_queue(made, monkeypatch):
     run = made.run("one")
     begin(run)
