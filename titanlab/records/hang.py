@@ -312,7 +312,8 @@ def _odd(
         are_at_one_place: the calls have one group and sequence number, so they should be the same: without a rank that
             differs from its own steps, those are wrong that differ from more than half of the ranks.
     """
-    wrong = {rank: usual for rank, call in calls.items() if (usual := _usual_call(records[rank], call)) is not None}
+    past = {rank: _usual_call(records[rank], call) for rank, call in calls.items()}
+    wrong = {rank: usual for rank, usual in past.items() if usual is not None}
     if are_at_one_place and not wrong:
         ((most, count),) = Counter(map(_signature, calls.values())).most_common(1)
         if 2 * count > len(calls):
@@ -321,11 +322,11 @@ def _odd(
         return None
     ranks = sorted(wrong)
     record, call = records[ranks[0]], calls[ranks[0]]
-    usual, is_skipped = wrong[ranks[0]]
+    expected, is_skipped = wrong[ranks[0]]
     pending, text = record.described(call), f"{_who(ranks, 'call')} {_with_sizes(call)}"
     if is_skipped or not are_at_one_place:
         verb = "skipped" if is_skipped else "have not called"
-        text = f"{_who(ranks, verb)} {_with_sizes(usual)} and called {_with_sizes(call)}"
+        text = f"{_who(ranks, verb)} {_with_sizes(expected)} and called {_with_sizes(call)}"
     if are_at_one_place:
         others = [rank for rank in calls if rank not in wrong]
         pending = records[others[0]].described(calls[others[0]])
