@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from tests import tiny
 from tests.checkpoint.storage import write
 from tests.pool import RankFailure
-from titanlab.checkpoint import ITEM_BYTES, METADATA, DamagedCheckpoint, latest, read_into
+from titanlab.checkpoint import ITEM_BYTES, METADATA, DamagedCheckpoint, latest, load_state
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
 from titanlab.distributed import ALONE, joined
@@ -196,8 +196,8 @@ def test_any_box_of_each_parameter_is_read_and_each_parameter_once(tmp_path, mon
         (name, TensorEntry(dtype="BF16" if "norm" in name else "F32", shape=tuple(tensors[name].shape)))
         for name in MODEL.account().parameters
     ]
-    reads, real = [], module.read_into
-    monkeypatch.setattr(module, "read_into", lambda state, *given: reads.append(state) or real(state, *given))
+    reads, real = [], module.load_state
+    monkeypatch.setattr(module, "load_state", lambda state, *given: reads.append(state) or real(state, *given))
     for name, tensor in tensors.items():
         assert torch.equal(source.read(name, [0] * tensor.ndim, tensor.shape), tensor)
         if tensor.ndim == 2:
@@ -446,7 +446,7 @@ def saved(folder, state):
 
 def unreadable(reader, state):
     with pytest.raises(DamagedCheckpoint) as caught:
-        read_into(state, reader, reader.read_metadata())
+        load_state(state, reader)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -455,7 +455,7 @@ def test_tensors_and_values_come_back(tmp_path):
     state = {"x": torch.ones(2, 3).bfloat16(), "flag": torch.tensor(data=True), "n": {"a": 5}}
     reader = saved(tmp_path, state)
     found = {"x": torch.zeros(2, 3).bfloat16(), "flag": torch.tensor(data=False), "n.a": 0}
-    read_into(found, reader, reader.read_metadata())
+    load_state(found, reader)
     assert torch.equal(found["x"], state["x"])
     assert (bool(found["flag"]), found["n.a"]) == (True, 5)
 

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -59,6 +60,10 @@ class Reader(dcp.StorageReader):
         """A new planner that reads entries that are not tensors without running code."""
 
 
+WITHOUT_GROUP = "torch.distributed is disabled, unavailable or uninitialized"
+"""The beginning of torch's warning that one process reads or writes alone."""
+
+
 class ShardReader(Reader):
     """Reads a checkpoint of titanlab.
 
@@ -70,6 +75,7 @@ class ShardReader(Reader):
         self.checkpoint, self.named_by = checkpoint, key
         self.blocks_read = 0
         self._index = index
+        self._metadata: Metadata | None = None
 
     def planner(self) -> dcp.DefaultLoadPlanner:
         return JsonPlanner()
@@ -83,13 +89,17 @@ class ShardReader(Reader):
         return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is not None:
+            # A checkpoint of hundreds of ranks has 100,000 chunks, and weights are read one by one.
+            return self._metadata
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             name: BytesStorageMetadata() for name in self._index.objects
         }
         for name, tensor in self._index.tensors.items():
             boxes = zip(tensor.offsets.tolist(), tensor.sizes.tolist(), strict=True)
             entries[name] = metadata_of(tensor.dtype, tensor.shape, boxes)
-        return Metadata(state_dict_metadata=entries)
+        self._metadata = Metadata(state_dict_metadata=entries)
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         pass
@@ -218,26 +228,10 @@ def set_in(state: Any, path: Sequence[Any], value: Any) -> None:
     state[last] = value
 
 
-def read_into(state: dict[str, Any], reader: Reader, metadata: Metadata) -> None:
-    """Read entries in this process alone, where `dcp.load` would warn that there is no process group.
-
-    Args:
-        state: tensors to fill, by the names of their entries.
-        metadata: of the reader; reading it takes long for a checkpoint of many ranks.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or damaged.
-    """
-    planner = reader.planner()
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
 def load_state(state: dict[str, Any], reader: Reader) -> None:
     """Read a checkpoint into a state dict without running code in it; all ranks call this together.
+
+    Without a process group this process reads alone.
 
     Raises:
         DamagedCheckpoint: a file is missing, damaged or would run code; every rank raises it, also if only one has
@@ -245,21 +239,18 @@ def load_state(state: dict[str, Any], reader: Reader) -> None:
         ConfigError: the checkpoint belongs to another model.
     """
     try:
-        dcp.load(state, storage_reader=reader, planner=reader.planner())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=WITHOUT_GROUP)
+            dcp.load(state, storage_reader=reader, planner=reader.planner())
     except dcp.CheckpointException as error:
         # The exception has the errors of all ranks; a ConfigError among them is the clearest message.
-        failures = [failure for failure, _ in error.failures.values()]
+        failures: list[BaseException] = [failure for failure, _ in error.failures.values()]
         config_errors = [failure for failure in failures if isinstance(failure, ConfigError)]
         failure = next(iter([*config_errors, *failures]), error)
-        if isinstance(failure, ConfigError):
-            raise failure from error
         # An error of the machine does not mean a damaged checkpoint.
-        if isinstance(failure, OSError) or classify(failure) in (
-            OutcomeKind.OOM,
-            OutcomeKind.NODE_FAIL,
-            OutcomeKind.HANG,
-        ):
-            raise
+        kinds = (OutcomeKind.OOM, OutcomeKind.NODE_FAIL, OutcomeKind.HANG)
+        if isinstance(failure, (ConfigError, OSError)) or classify(failure) in kinds:
+            raise failure from error
         # An error of the planner: the checkpoint lacks an entry, or the entry has another shape.
         rule = f"cannot be read ({first_line(failure)})"
         raise ConfigError(reader.named_by, reader.checkpoint, rule, earlier_hint(reader.checkpoint)) from error
