@@ -20,7 +20,7 @@ from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_st
 from titanlab.checkpoint import ITEM_BYTES, DamagedCheckpoint, SavedPosition, read_contents, storage
 from titanlab.checkpoint import reader as shard_reader
 from titanlab.checkpoint.index import read_index
-from titanlab.checkpoint.reader import JsonPlanner, ShardReader, bytes_of, load_state
+from titanlab.checkpoint.reader import ShardReader, bytes_of, load_state
 from titanlab.checkpoint.storage import BLOCK, BlockReader, BlockWriter, DamagedFile, checksum, folder_at
 from titanlab.checkpoint.writer import HostBuffer, Part, entries_of, parts_of, publish, shard_of, shared_out
 from titanlab.checkpoint.writer import write as write_file
@@ -252,7 +252,7 @@ def resharded(folder, saves, loads):
     try:
         state, _ = sharded_state(mesh, SHARDINGS[loads], filled=False)
         reader = ShardReader(folder, read_index(folder), "run")
-        dcp.load(state, storage_reader=reader, planner=JsonPlanner())
+        dcp.load(state, storage_reader=reader, planner=reader.planner())
     finally:
         storage.BlockReader._read = original
     expected, _ = sharded_state(mesh, SHARDINGS[loads], filled=True)

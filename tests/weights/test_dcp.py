@@ -36,7 +36,7 @@ from titanlab.prove.parity import trace
 from titanlab.recipe import to_mapping
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train import dcp as module
-from titanlab.train.dcp import DcpPlanner, DcpReader, dcp_source, read_saved, run_source
+from titanlab.train.dcp import DcpReader, dcp_source, read_saved, run_source
 from titanlab.train.starting_weights import contents_of
 from titanlab.train.weights import TensorEntry, open_weights
 
@@ -491,4 +491,4 @@ def test_a_missing_file_is_named_and_an_error_of_the_machine_is_no_damage(tmp_pa
     for error in (OSError(5, "Input/output error"), MemoryError("x"), torch.OutOfMemoryError("x")):
         monkeypatch.setattr(dcp.FileSystemReader, "read_data", fails(error))
         with pytest.raises(type(error)):
-            reader.read_data(None, DcpPlanner())
+            reader.read_data(None, reader.planner())

@@ -40,7 +40,6 @@ from .reader import WITHOUT_GROUP as WITHOUT_GROUP
 from .reader import Reader as Reader
 from .reader import load_state as load_state
 from .reader import metadata_of as metadata_of
-from .reader import set_in as set_in
 from .schema import NoCheckpoints as NoCheckpoints
 from .storage import ITEM_BYTES as ITEM_BYTES
 from .storage import PART as PART

@@ -8,7 +8,7 @@ import json
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +56,26 @@ class Reader(dcp.StorageReader):
     named_by: str
 
     @abstractmethod
+    def decode(self, content: io.BytesIO) -> Any:
+        """The value of an entry that is not a tensor, without running code."""
+
     def planner(self) -> dcp.DefaultLoadPlanner:
-        """A new planner that reads entries that are not tensors without running code."""
+        return _Planner(self.decode)
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """DefaultLoadPlanner, which would unpickle entries that are not tensors."""
+
+    def __init__(self, decode: Callable[[io.BytesIO], Any]) -> None:
+        super().__init__()
+        self._decode = decode
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        state: Any = self.original_state_dict
+        *folders, last = self.mappings[read_item.dest_index.fqn]
+        for step in folders:
+            state = state[step]
+        state[last] = self._decode(value)
 
 
 WITHOUT_GROUP = "torch.distributed is disabled, unavailable or uninitialized"
@@ -77,8 +95,8 @@ class ShardReader(Reader):
         self._index = index
         self._metadata: Metadata | None = None
 
-    def planner(self) -> dcp.DefaultLoadPlanner:
-        return JsonPlanner()
+    def decode(self, content: io.BytesIO) -> Any:
+        return json.load(content)
 
     # A reader reads one checkpoint, and DCP never chooses this storage by itself.
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -211,21 +229,6 @@ def metadata_of(
         size=torch.Size(shape),
         chunks=[ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)) for offsets, sizes in boxes],
     )
-
-
-class JsonPlanner(dcp.DefaultLoadPlanner):
-    """Reads entries that are not tensors from JSON: DefaultLoadPlanner would unpickle them."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], json.loads(value.read()))
-
-
-def set_in(state: Any, path: Sequence[Any], value: Any) -> None:
-    """Set an entry of nested mappings and lists."""
-    *folders, last = path
-    for step in folders:
-        state = state[step]
-    state[last] = value
 
 
 def load_state(state: dict[str, Any], reader: Reader) -> None:

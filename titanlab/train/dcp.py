@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titanlab.checkpoint import (
@@ -50,7 +50,6 @@ from titanlab.checkpoint import (
     position_bytes,
     read_contents,
     read_position,
-    set_in,
 )
 from titanlab.errors import ConfigError
 from titanlab.system import refusal, write_bytes
@@ -240,8 +239,8 @@ class DcpReader(Reader, dcp.FileSystemReader):
         super().__init__(checkpoint)
         self.checkpoint, self.named_by, self._metadata = checkpoint, key, metadata
 
-    def planner(self) -> dcp.DefaultLoadPlanner:
-        return DcpPlanner()
+    def decode(self, content: io.BytesIO) -> Any:
+        return torch.load(content, weights_only=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata; FileSystemReader would call pickle.load."""
@@ -270,15 +269,6 @@ class DcpReader(Reader, dcp.FileSystemReader):
     def _unreadable(self, reason: str) -> DamagedCheckpoint:
         hint = earlier_hint(self.checkpoint)
         return DamagedCheckpoint(self.named_by, self.checkpoint, f"cannot be read ({reason})", hint)
-
-
-class DcpPlanner(dcp.DefaultLoadPlanner):
-    """Reads objects without running code: DefaultLoadPlanner calls torch.load with weights_only=False."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one object into the state."""
-        loaded = torch.load(value, weights_only=True)
-        set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
 
 
 # Prefixes of parameters' names: in titanlab's checkpoints, and in torchtitan's.
