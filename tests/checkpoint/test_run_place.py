@@ -34,7 +34,7 @@ from titanlab.checkpoint import (
 from titanlab.checkpoint.contents import verify
 from titanlab.checkpoint.folders import OWNER, checkpoints
 from titanlab.checkpoint.index import read_index
-from titanlab.checkpoint.reader import JsonPlanner, ShardReader
+from titanlab.checkpoint.reader import ShardReader
 from titanlab.checkpoint.storage import BLOCK, folder_at
 from titanlab.checkpoint.store import write_and_publish
 from titanlab.cli import main
@@ -134,7 +134,7 @@ def halves(endpoint):
     dist.barrier()
     state = {"whole": DTensor.from_local(torch.zeros(ROWS // 2, 1024), init_device_mesh("cpu", (2,)), [Shard(0)])}
     reader = ShardReader(folder, read_index(folder), "run")
-    dcp.load(state, storage_reader=reader, planner=JsonPlanner())
+    dcp.load(state, storage_reader=reader, planner=reader.planner())
     assert torch.equal(state["whole"].to_local(), whole[rank * ROWS // 2 :][: ROWS // 2])
     return reader.blocks_read
 

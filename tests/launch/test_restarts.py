@@ -12,7 +12,6 @@ from tests.launch.command import ROOT
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
 from titanlab.distributed import this_host
-from titanlab.errors import ConfigError
 from titanlab.launch import RankProcesses, continue_run, processes
 from titanlab.launch.attempt import Restarts, reduced
 from titanlab.launch.launchers_schema import Local

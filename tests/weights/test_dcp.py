@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from tests import tiny
 from tests.checkpoint.storage import write
 from tests.pool import RankFailure
-from titanlab.checkpoint import ITEM_BYTES, METADATA, DamagedCheckpoint, latest, read_into
+from titanlab.checkpoint import ITEM_BYTES, METADATA, DamagedCheckpoint, latest, load_state
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
 from titanlab.distributed import ALONE, joined
@@ -36,7 +36,7 @@ from titanlab.prove.parity import trace
 from titanlab.recipe import to_mapping
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train import dcp as module
-from titanlab.train.dcp import DcpPlanner, DcpReader, dcp_source, read_saved, run_source
+from titanlab.train.dcp import DcpReader, dcp_source, read_saved, run_source
 from titanlab.train.starting_weights import contents_of
 from titanlab.train.weights import TensorEntry, open_weights
 
@@ -196,8 +196,8 @@ def test_any_box_of_each_parameter_is_read_and_each_parameter_once(tmp_path, mon
         (name, TensorEntry(dtype="BF16" if "norm" in name else "F32", shape=tuple(tensors[name].shape)))
         for name in MODEL.account().parameters
     ]
-    reads, real = [], module.read_into
-    monkeypatch.setattr(module, "read_into", lambda state, *given: reads.append(state) or real(state, *given))
+    reads, real = [], module.load_state
+    monkeypatch.setattr(module, "load_state", lambda state, *given: reads.append(state) or real(state, *given))
     for name, tensor in tensors.items():
         assert torch.equal(source.read(name, [0] * tensor.ndim, tensor.shape), tensor)
         if tensor.ndim == 2:
@@ -446,7 +446,7 @@ def saved(folder, state):
 
 def unreadable(reader, state):
     with pytest.raises(DamagedCheckpoint) as caught:
-        read_into(state, reader, reader.read_metadata())
+        load_state(state, reader)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -455,7 +455,7 @@ def test_tensors_and_values_come_back(tmp_path):
     state = {"x": torch.ones(2, 3).bfloat16(), "flag": torch.tensor(data=True), "n": {"a": 5}}
     reader = saved(tmp_path, state)
     found = {"x": torch.zeros(2, 3).bfloat16(), "flag": torch.tensor(data=False), "n.a": 0}
-    read_into(found, reader, reader.read_metadata())
+    load_state(found, reader)
     assert torch.equal(found["x"], state["x"])
     assert (bool(found["flag"]), found["n.a"]) == (True, 5)
 
@@ -491,4 +491,4 @@ def test_a_missing_file_is_named_and_an_error_of_the_machine_is_no_damage(tmp_pa
     for error in (OSError(5, "Input/output error"), MemoryError("x"), torch.OutOfMemoryError("x")):
         monkeypatch.setattr(dcp.FileSystemReader, "read_data", fails(error))
         with pytest.raises(type(error)):
-            reader.read_data(None, DcpPlanner())
+            reader.read_data(None, reader.planner())
