@@ -229,6 +229,10 @@ parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=one-rank.csv �
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=halves.csv ⇒ schedule.file=halves.csv: is for 1 microbatch a step, and a step has 8; try training.microbatch times 8, or schedule=1f1b
 +recipe=early --config-dir conf ⇒ override /precision=bf16: comes before what it is to override; put what overrides at the end of the defaults of recipe/early.yaml
 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
++recipe=empty --config-dir conf ⇒ defaults=: x: names no group: conf/recipe/empty.yaml; write GROUP: OPTION
++recipe=nobody --config-dir conf ⇒ defaults=: x: names no group: conf/recipe/nobody.yaml; write GROUP: OPTION
++recipe=slash --config-dir conf ⇒ defaults=/: x: names no group: conf/recipe/slash.yaml; write GROUP: OPTION
++recipe=word --config-dir conf ⇒ defaults=override : x: names no group: conf/recipe/word.yaml; write GROUP: OPTION
 seed=3 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
 +recipe=keys --config-dir conf ⇒ recipe=keys: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/keys.yaml: # @package _global_
 +recipe=chosen --config-dir conf ⇒ recipe=chosen: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/chosen.yaml: # @package _global_
