@@ -99,11 +99,11 @@ optimizer.betas=[0.9] ⇒ optimizer.betas=[0.9]: must be two numbers in [0, 1); 
 optimizer.weight_decay=-1 ⇒ optimizer.weight_decay=-1.0: must be finite and not negative; try 0.1
 optimizer.schedule.decay=step ⇒ optimizer.schedule.decay=step: is no decay; try linear, cosine, sqrt
 optimizer.schedule.floor=2 ⇒ optimizer.schedule.floor=2.0: must lie between 0 and 1; try 0.1
-cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: is no accelerator; try auto, cpu, cuda
+cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: no such choice; choose one of auto, cpu, cuda
 cluster.peak_tflops=nan ⇒ cluster.peak_tflops=nan: must be a positive number; try 989, or null
 launch.threads=0 ⇒ launch.threads=0: must be at least 1; try 1, or null
 data.vocab_size=1 ⇒ data.vocab_size=1: must be between 2 and 2147483648; try 2048
-tracker=wandb tracker.mode=on ⇒ tracker.mode=on: is no mode of wandb; try auto, online, offline, off
+tracker=wandb tracker.mode=on ⇒ tracker.mode=on: no such choice; choose one of auto, online, offline, off
 tracker=wandb tracker.project=a/b ⇒ tracker.project=a/b: must be 1 to 128 characters without / \ # ? % :; try tracker.project=titanlab
 parallelism.reshard_after_forward=maybe ⇒ parallelism.reshard_after_forward=maybe: no such choice; choose one of auto, always, never
 training.seq_len=99999999999999999999999 ⇒ training.seq_len=99999999999999999999999: must be at most 2,147,483,647; try 512
@@ -114,7 +114,7 @@ training.step_timeout_seconds=1e300 ⇒ training.step_timeout_seconds=1e+300: mu
 tracker=wandb tracker.finish_seconds=inf ⇒ tracker.finish_seconds=inf: must be a finite number; try 10.0
 model.norm_eps=0 ⇒ model.norm_eps=0.0: must lie between 0 and 1; try 1e-5
 model.rope_theta=1 ⇒ model.rope_theta=1.0: must be above 1; try 10000 (Llama 2) or 500000 (Llama 3)
-model.attention=fast ⇒ model.attention=fast: no such attention kernel; choose one of auto, flash, cudnn, efficient, math, flash3, flash_attn
+model.attention=fast ⇒ model.attention=fast: no such choice; choose one of auto, flash, cudnn, efficient, math, flash3, flash_attn
 recipe=quickstart ⇒ recipe=quickstart: is of a group that is not in every recipe; try +recipe=quickstart
 model.heads=3 ⇒ model.heads=3: must divide dim=64 into heads of even width; try 2 or 4
 model.kv_heads=3 ⇒ model.kv_heads=3: must divide 4 query heads; try 2 or 4
@@ -266,12 +266,12 @@ hydra.job.name_of_it=x ⇒ hydra.job.name_of_it=x: is a setting of Hydra's that 
 'hydra.searchpath=[pkg://antigravity]' ⇒ hydra.searchpath=pkg://antigravity: would import a module, and a config never runs code; give a folder, or install a package with options: docs/models-of-your-own.md
 'name=${oc.env:STRANGE}' ⇒ name=${oc.env:STRANGE}: a variable of the environment may be a secret, and recipes are written down and sent to trackers; give the value itself; docs/configuration.md lists what may be read
 training.seq_len=0 ⇒ training.seq_len=0: must be at least 1; try 512
-training.on_nan=ignore ⇒ training.on_nan=ignore: is none of stop, skip, rollback; try stop
+training.on_nan=ignore ⇒ training.on_nan=ignore: no such choice; choose one of stop, skip, rollback
 training.unmeasured_steps=-1 ⇒ training.unmeasured_steps=-1: must not be negative; try 0
 training.step_timeout_seconds=-0.5 ⇒ training.step_timeout_seconds=-0.5: must not be negative; try 600, 0 for no limit, or null
 training.first_step_timeout_seconds=0.0 ⇒ training.first_step_timeout_seconds=0.0: must be positive; try 600, or null for no limit
 training.microbatch=0 ⇒ training.microbatch=0: must be at least 1; try 1, or null for all
-training.loss_chunk=-2 ⇒ training.loss_chunk=-2: is a number of tokens; try 1024, 0 for whole logits, or -1 to choose by their size
+training.loss_chunk=-2 ⇒ training.loss_chunk=-2: must be at least -1; try 1024, 0 for whole logits, or -1 to choose by their size
 cluster.nodes=-1 ⇒ cluster.nodes=-1: must be at least 1; try 8, or null
 cluster.link_gb_per_second=nan ⇒ cluster.link_gb_per_second=nan: must be a positive number; try 450, or null
 cluster.allocator_excess=inf ⇒ cluster.allocator_excess=inf: must be a positive number; try 1.2, or null
@@ -500,7 +500,7 @@ cluster=cpu --runs runs ⇒ --runs=runs: belongs to --calibrate; leave it out, o
 --measure launch=local,slurm ⇒ launch=local,slurm: is several values; add -m to run them all
 --measure launch=slurm cluster=local ⇒ world=null: is not known: the cluster does not say how many processes a node takes; give world=8, or a cluster such as cluster=h100
 --measure --out x.yaml ⇒ --out=x.yaml: must lie in a folder named cluster, so that --config-dir finds it; try cluster/x.yaml
---measure profiler.seconds=0 ⇒ profiler.seconds=0.0: must be a positive number of seconds; try 0.2
+--measure profiler.seconds=0 ⇒ profiler.seconds=0.0: must be a positive number; try 0.2
 """,
     "logs": r"""
 bad --grep '(' ⇒ --grep=(: is no regular expression (missing ), unterminated subpattern at position 0); put \ before ( [ { * + ?
