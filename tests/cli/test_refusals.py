@@ -412,11 +412,11 @@ all --csv x.csv ⇒ --csv=x.csv: holds one schedule; name it instead of all: tit
 1f1b --ranks 99999999999999999999 ⇒ --ranks=99999999999999999999: must be at most 9,223,372,036,854,775,807; see `titanlab schedule --help`
 """,
     "export": r"""
-hub --into out --format dcp --force ⇒ --force=true: is of --format hf or titanlab, and the format is dcp; leave it out
-hub --into out --format dcp --shard-size 1GB ⇒ --shard-size=1GB: is of --format hf or titanlab, and the format is dcp; leave it out
-hub --into out --format dcp --name x ⇒ --name=x: is of --format titanlab, and the format is dcp; leave it out
-hub --into out --name x ⇒ --name=x: is of --format titanlab, and the format is hf; leave it out
-hub --into out --names torchtitan ⇒ --names=torchtitan: is of --format dcp, and the format is hf; leave it out
+hub --into out --format dcp --force ⇒ --force=true: applies to --format hf or titanlab, and the format is dcp; leave it out
+hub --into out --format dcp --shard-size 1GB ⇒ --shard-size=1GB: applies to --format hf or titanlab, and the format is dcp; leave it out
+hub --into out --format dcp --name x ⇒ --name=x: applies to --format titanlab, and the format is dcp; leave it out
+hub --into out --name x ⇒ --name=x: applies to --format titanlab, and the format is hf; leave it out
+hub --into out --names torchtitan ⇒ --names=torchtitan: applies to --format dcp, and the format is hf; leave it out
 run --into out --shard-size 1e400GB ⇒ --shard-size=1e400GB: is no size of a file; try 5GB
 toy --name x ⇒ arguments=toy --name x: the following arguments are required: --into; see `titanlab export --help`
 toy --step 9 --into out ⇒ --step=9: the run has no whole checkpoint of this step; it has 3
@@ -428,13 +428,13 @@ nope --into out ⇒ run=nope: fits no run under runs; try single/…
 --clear n1 --all ⇒ --clear=n1: is one host, and --all is given; leave one of the two out
 """,
     "retry": r"""
-layouts --outcome oom --all-failed ⇒ --outcome=oom: is one of those of --all-failed; leave one of the two out
+layouts --outcome oom --all-failed ⇒ --outcome=oom: is included in --all-failed; leave one of the two out
 layouts --outcome , ⇒ arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name runs
 layouts --outcome oom,fire ⇒ --outcome=fire: is no outcome; known: oom, hang, nan, crash, preempted, walltime, node_fail, cance…
 layouts nonesuch ⇒ run=nonesuch: fits no run of sweep layouts; try new-********
 """,
     "best": r"""
-layouts --by speed ⇒ --by=speed: is no figure to rank by; known: tps, mfu, memory
+layouts --by speed ⇒ --by=speed: runs cannot be ranked by it; known: tps, mfu, memory
 layouts --max-memory 0 ⇒ --max-memory=0.0: must be a number of GiB above 0; try --max-memory 76
 layouts --max-memory much ⇒ --max-memory=much: must be a number; see `titanlab best --help`
 nothing ⇒ sweep=nothing: is no sweep under runs; try single
@@ -456,10 +456,10 @@ launch=nowhere ⇒ launch=nowhere: is no option of this group; known: local, slu
 """,
     "report": r"""
 nope ⇒ sweep=nope: is no sweep under runs; try single
-layouts --into a-file ⇒ --into=a-file: is a file, and its name has not the ending .html; try a-file.html
+layouts --into a-file ⇒ --into=a-file: must end in .html; try a-file.html
 layouts --into a-file/a.html ⇒ --into=a-file: cannot be made…
 layouts --figures a-file/a ⇒ --figures=a-file/a: cannot be made…
-layouts --format svg ⇒ --format=svg: is that of figures; add --figures FOLDER
+layouts --format svg ⇒ --format=svg: is the format of figures; add --figures FOLDER
 layouts --by colour ⇒ arguments=layouts --by colour: argument --by: invalid choice: 'colour' …; see `titanlab report --help`
 """,
     "plan": r"""
@@ -477,12 +477,12 @@ layouts --by colour ⇒ arguments=layouts --by colour: argument --by: invalid ch
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 training.seq_len=4096,8192 ⇒ training.seq_len=4096,8192: is several values; add -m to run them all; a list is [4096,8192]
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --rank one ⇒ --rank=one: must be whole numbers with commas between them; try --rank 0
 +recipe=llama3_1_8b_8gpus cluster=h100 --rank 0 ⇒ --rank=0: names ranks that are traced; add --trace
-+recipe=llama3_1_8b_8gpus cluster=h100 --trace --explain ⇒ --trace=true: has an answer of its own, and so has --explain; leave one out
++recipe=llama3_1_8b_8gpus cluster=h100 --trace --explain ⇒ --trace=true: prints another answer than --explain; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --why ⇒ --trace=true: is about one recipe, and --why about many; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --vary compile ⇒ --trace=true: is about one recipe, and --vary about many; leave one out
 --calibrate nothing ⇒ sweep=nothing: is no sweep under runs; try single
 --calibrate layouts --measure ⇒ --calibrate=layouts: takes runs, and --measure a new job; leave one out
---calibrate layouts --why ⇒ --calibrate=layouts: makes no plan, which --why is about; leave it out
+--calibrate layouts --why ⇒ --calibrate=layouts: makes no plan, and --why is about one; leave it out
 --calibrate layouts cluster=h100 ⇒ arguments=cluster=h100: is not for --calibrate, which takes recipes and cluster from the runs; leave it out
 --calibrate ⇒ arguments=--calibrate: argument --calibrate: expected one argument; see `titanlab plan --help`
 cluster=cpu --out cluster/a.yaml ⇒ --out=cluster/a.yaml: belongs to --calibrate or --measure; leave it out, or add --calibrate SWEEP
@@ -492,11 +492,11 @@ cluster=cpu --runs runs ⇒ --runs=runs: belongs to --calibrate; leave it out, o
 --calibrate layouts --out cluster/h100.yaml ⇒ --out=cluster/h100.yaml: has the name of a cluster that titanlab brings, and cluster=h100 would mean that one; try cluster/my_h100.yaml
 --calibrate layouts --out /proc/cluster/cores.yaml ⇒ --out=/proc/cluster/cores.yaml: cannot be written: No such file or directory; choose another folder, or make room
 --calibrate layouts --out conf/cluster/own.yaml ⇒ --out=conf/cluster/own.yaml: is a file that titanlab has not written; give another name
---calibrate layouts --top 3 ⇒ --calibrate=layouts: makes no plan, which --top is about; leave it out
---measure --trace ⇒ --measure=true: makes no plan, which --trace is about; leave it out
---measure --explain ⇒ --measure=true: makes no plan, which --explain is about; leave it out
+--calibrate layouts --top 3 ⇒ --calibrate=layouts: makes no plan, and --top is about one; leave it out
+--measure --trace ⇒ --measure=true: makes no plan, and --trace is about one; leave it out
+--measure --explain ⇒ --measure=true: makes no plan, and --explain is about one; leave it out
 --measure --runs runs ⇒ --runs=runs: belongs to --calibrate; write runs=runs
---measure model=llama_5m ⇒ --measure=model=llama_5m: is the measurement's own: it trains no recipe; give only cluster, launch, world and runs
+--measure model=llama_5m ⇒ --measure=model=llama_5m: is set by the measurement, which trains no recipe; give only cluster, launch, world and runs
 --measure launch=local,slurm ⇒ launch=local,slurm: is several values; add -m to run them all
 --measure launch=slurm cluster=local ⇒ world=null: is not known: the cluster does not say how many processes a node takes; give world=8, or a cluster such as cluster=h100
 --measure --out x.yaml ⇒ --out=x.yaml: must lie in a folder named cluster, so that --config-dir finds it; try cluster/x.yaml
@@ -519,15 +519,15 @@ trian ⇒ verb=trian: there is no such verb; try train; known: train, sweep, pla
 --verbose ⇒ verb=--verbose: there is no such verb; known: train, sweep, plan, parity, rehearse, status, logs, diagnose…
 """,
     "completion": r"""
-fish ⇒ completion=fish: is no shell that is known here; try bash (in zsh, run bashcompinit first)
+fish ⇒ completion=fish: is not a known shell; try bash (in zsh, run bashcompinit first)
 """,
     "tokenize": r"""
 ⇒ arguments=: the following arguments are required: files, folder; see `titanlab tokenize --help`
 'nope/*.txt' out ⇒ files=nope/*.txt: matches no file; check the path, and quote a pattern, so that no shell expands it
-text.txt a-file ⇒ folder=a-file: is there already; name another, or remove it
+text.txt a-file ⇒ folder=a-file: exists already; name another, or remove it
 text.txt out --vocab-size few ⇒ --vocab-size=few: must be a whole number; see `titanlab tokenize --help`
 text.txt out --tokenizer foreign.model ⇒ --tokenizer=foreign.model: is no SentencePiece model; give a .model or tokenizer.json
-corpus.txt shards --tokenizer t.model --vocab-size 2048 ⇒ --vocab-size=2048: is of a tokenizer that is trained, and --tokenizer names one that has its size; leave one of them out
+corpus.txt shards --tokenizer t.model --vocab-size 2048 ⇒ --vocab-size=2048: applies to a tokenizer that is trained, and --tokenizer names one; leave one of them out
 """,
     "download-tokenizer": r"""
 ⇒ arguments=: the following arguments are required: repo; see `titanlab download-tokenizer --help`
@@ -538,8 +538,8 @@ nothing ⇒ source=nothing: there is no such folder; give a folder of Hugging Fa
 theirs --model debug --into ours --name mine ⇒ --model=debug: is for a folder with .metadata only; theirs names its model itself; leave it out
 theirs model.dim=3 --into ours --name mine ⇒ model.KEY=VALUE=model.dim=3: is for a folder with .metadata only; theirs names its model itself; leave it out
 theirs ours ⇒ model.KEY=VALUE=ours: is for a folder with .metadata only; theirs names its model itself; for the new folder, try --into ours
-theirs --into ours --name null ⇒ --name=null: as model=NAME is no model; try null_imported
-theirs --into ours --name NULL ⇒ --name=NULL: as model=NAME is no model; try NULL_imported
+theirs --into ours --name null ⇒ --name=null: cannot be chosen: model=null means no model; try null_imported
+theirs --into ours --name NULL ⇒ --name=NULL: cannot be chosen: model=null means no model; try NULL_imported
 """,
     "sync": r"""
 ⇒ arguments=: the following arguments are required: RUN | SWEEP; see `titanlab sync --help`
@@ -574,15 +574,15 @@ bad --what temporary,data-cache ⇒ --what=temporary,data-cache: data-cache is o
 --runs a-file ⇒ --runs=a-file: is no folder; name the folder of runs
 """,
     "sweep": r"""
-⇒ arguments=: say nothing of what to sweep; try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps
+⇒ arguments=: do not say what to sweep; try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps
 +sweeps=nope ⇒ sweeps=nope: is no option of this group; known: ac_memory, cpu_1d_to_4d, cpu_calibration, llama3_405b_512gpu…
 seed=1 --wait --dry-run ⇒ --dry-run=true: submits nothing to wait for (--wait); leave one out
 seed=0,1 --keep --prune ⇒ --prune=true: excludes --keep; leave one out
-seed=0,1 --json --wait ⇒ --json=true: has no table, which --wait shows; leave one out
+seed=0,1 --json --wait ⇒ --json=true: prints no table, and --wait shows one; leave one out
 +hydra.callbacks.x._target_=os.system seed=0,1 ⇒ hydra.callbacks.x._target_=os.system: names code, and a config never runs any; leave it out; code comes as an option of a package: docs/models-of-your-own.md
 """,
     "parity": r"""
-⇒ arguments=: say nothing of what to prove; try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs
+⇒ arguments=: do not say what to prove; try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs
 nope ⇒ sweep=nope: is no sweep under runs; try single
 --cfg job ⇒ arguments=--cfg job: name no recipe; try +recipe=quickstart, or +sweeps=NAME
 quickstart "+recipe=quickstart parallelism=fsdp world=2 seed=1" ⇒ seed=1: cannot be compared with +recipe=quickstart, which has seed=0; compare recipes that differ in layout or technique only
@@ -591,17 +591,17 @@ quickstart "+recipe=quickstart seed=1,2" ⇒ recipe=+recipe=quickstart seed=1,2:
 quickstart nonesuch ⇒ recipe=nonesuch: is neither a run nor a recipe; try +recipe=NAME, or name two runs (--runs FOLDER)
 quickstart "+recipe=quickstart 'world=2" ⇒ recipe=+recipe=quickstart 'world=2: cannot be read (No closing quotation); try '+recipe=quickstart world=2'
 good "+recipe=quickstart seed=1" ⇒ run=+recipe=quickstart seed=1: is no finished run, and good is one; compare two runs, or two recipes
-good over --steps=5 ⇒ --steps=5: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
-good over --processes=2 ⇒ --processes=2: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
-good over --only=fsdp ⇒ --only=fsdp: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
-good over --inductor ⇒ --inductor=true: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
+good over --steps=5 ⇒ --steps=5: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
+good over --processes=2 ⇒ --processes=2: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
+good over --only=fsdp ⇒ --only=fsdp: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
+good over --inductor ⇒ --inductor=true: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
-nope seed=1 ⇒ recipe=nope: is no recipe and no sweep of conf; try +recipe=quickstart
+nope seed=1 ⇒ recipe=nope: is neither a recipe nor a sweep of conf; try +recipe=quickstart
 quickstart --steps 0 ⇒ --steps=0: must lie in 1 to 100; try 3
 quickstart --processes 0 ⇒ --processes=0: must lie in 1 to 256; try 16
 """,
     "rehearse": r"""
-⇒ arguments=: say nothing of what to rehearse; try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep
+⇒ arguments=: do not say what to rehearse; try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep
 nope ⇒ sweep=nope: is no sweep under runs; try single
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
 quickstart --steps 101 ⇒ --steps=101: must lie in 1 to 100; try 3

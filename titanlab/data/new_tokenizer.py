@@ -124,9 +124,8 @@ def download_tokenizer(
             Path(temporary, tokenizers.ORIGINAL).rename(Path(temporary, "tokenizer.model"))
             fetched.append("tokenizer.model")
         if not set(fetched) & set(_NEEDED):
-            raise ConfigError(
-                "repo", repo, f"has neither {' nor '.join(_NEEDED)}", "name a model whose files include one of them"
-            )
+            rule = f"has neither {' nor '.join(_NEEDED)}"
+            raise ConfigError("repo", repo, rule, "name a model whose files include one of them")
         # Before any file is replaced, one of the fetched files must load as a tokenizer.
         problems = []
         for name in sorted(set(fetched) & set(_NEEDED)):
@@ -142,9 +141,8 @@ def download_tokenizer(
             for file in fetched:
                 write_bytes(folder / file, Path(temporary, file).read_bytes())
         except OSError as error:
-            raise ConfigError(
-                "--folder", folder, f"cannot be written ({error.strerror})", "name a folder you can write to"
-            ) from error
+            rule = f"cannot be written ({error.strerror})"
+            raise ConfigError("--folder", folder, rule, "name a folder you can write to") from error
     tokenizer = tokenizers.load(folder / name, "folder")
     report(f"{folder / name}: {tokenizer.vocab_size:,} tokens")
     return folder / name

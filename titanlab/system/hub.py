@@ -34,12 +34,8 @@ def hub_error(error: Exception, repo: str, key: str = "repo") -> ConfigError:
     kinds = kinds_of(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
     if "GatedRepoError" in kinds or status in (401, 403):
-        return ConfigError(
-            key,
-            repo,
-            "does not let you in: it is gated or private",
-            "accept its terms on its page, then give a token with --token or HF_TOKEN",
-        )
+        rule = "does not let you in: it is gated or private"
+        return ConfigError(key, repo, rule, "accept its terms on its page, then give a token with --token or HF_TOKEN")
     if "RevisionNotFoundError" in kinds:
         return ConfigError(key, repo, "has no such revision", "give a branch, tag or commit of the model's page")
     if kinds & {"RepositoryNotFoundError", "HFValidationError"} or (status == 404 and not is_absent(error)):
