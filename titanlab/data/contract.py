@@ -129,10 +129,6 @@ class DataSource(Protocol):
         g % ranks, so the order is the same for any number of ranks.
 
         Args:
-            seq_len: tokens in a sequence.
-            global_batch: sequences in a step, over all ranks; a multiple of `ranks`.
-            rank: data-parallel rank.
-            ranks: number of data-parallel ranks.
             state: the position to resume from: the merged states of all ranks, whose number may differ from `ranks`.
 
         Raises:
@@ -243,7 +239,6 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
     """Check that a saved state belongs to the stream that resumes from it.
 
     Args:
-        state: merged results of `Stream.state`.
         now: values of the stream that resumes, under their names in the state.
 
     Raises:

@@ -105,7 +105,6 @@ def download_tokenizer(
     """Fetch the tokenizer of a model on the hub into a folder.
 
     Args:
-        repo: the model's name, such as `meta-llama/Llama-3.1-8B`.
         folder: made if it does not exist; files of the same names are replaced after all files have been fetched.
         token: access token of the hub, for gated models; None: `HF_TOKEN` or the token that `hf auth login` saved.
 

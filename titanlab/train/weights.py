@@ -473,7 +473,6 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
     The config comes first, so that an unsupported model is refused before gigabytes are fetched.
 
     Args:
-        repo: the model's name, such as `meta-llama/Llama-3.1-8B`.
         revision: a branch, tag or commit; None: the model's main branch.
         token: access token of the hub, for gated models; None: `HF_TOKEN` or the token that `hf auth login` saved.
 
