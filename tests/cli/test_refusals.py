@@ -93,7 +93,7 @@ seed=9223372036854775808 ⇒ seed=9223372036854775808: must lie in [0, 2⁶³); 
 repeat=-1 ⇒ repeat=-1: counts repetitions from 0; try 0
 training.steps=0 ⇒ training.steps=0: must be at least 1; try 1000
 training.validate_every=-1 ⇒ training.validate_every=-1: must not be negative; try 0
-training.max_grad_norm=nan ⇒ training.max_grad_norm=nan: must be positive; try 1.0, or null
+training.max_grad_norm=nan ⇒ training.max_grad_norm=nan: must be a positive number; try 1.0, or null
 optimizer.lr=inf ⇒ optimizer.lr=inf: must be positive and finite; try 3e-4
 optimizer.betas=[0.9] ⇒ optimizer.betas=[0.9]: must be two numbers in [0, 1); try [0.9,0.95]
 optimizer.weight_decay=-1 ⇒ optimizer.weight_decay=-1.0: must be finite and not negative; try 0.1
@@ -267,9 +267,9 @@ hydra.job.name_of_it=x ⇒ hydra.job.name_of_it=x: is a setting of Hydra's that 
 'name=${oc.env:STRANGE}' ⇒ name=${oc.env:STRANGE}: a variable of the environment may be a secret, and recipes are written down and sent to trackers; give the value itself; docs/configuration.md lists what may be read
 training.seq_len=0 ⇒ training.seq_len=0: must be at least 1; try 512
 training.on_nan=ignore ⇒ training.on_nan=ignore: no such choice; choose one of stop, skip, rollback
-training.unmeasured_steps=-1 ⇒ training.unmeasured_steps=-1: must not be negative; try 0
+training.unmeasured_steps=-1 ⇒ training.unmeasured_steps=-1: must not be negative; try 3
 training.step_timeout_seconds=-0.5 ⇒ training.step_timeout_seconds=-0.5: must not be negative; try 600, 0 for no limit, or null
-training.first_step_timeout_seconds=0.0 ⇒ training.first_step_timeout_seconds=0.0: must be positive; try 600, or null for no limit
+training.first_step_timeout_seconds=0.0 ⇒ training.first_step_timeout_seconds=0.0: must be a positive number; try 600, or null for no limit
 training.microbatch=0 ⇒ training.microbatch=0: must be at least 1; try 1, or null for all
 training.loss_chunk=-2 ⇒ training.loss_chunk=-2: must be at least -1; try 1024, 0 for whole logits, or -1 to choose by their size
 cluster.nodes=-1 ⇒ cluster.nodes=-1: must be at least 1; try 8, or null
