@@ -227,7 +227,7 @@ parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=deadlock.csv �
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=torn.csv ⇒ schedule.file=torn.csv: line 2, cell 3: 0F1: stage 0 is on rank 0 already; each stage runs each microbatch F and B once (or F, I and W) on one rank, and after what it needs
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=one-rank.csv ⇒ schedule.file=one-rank.csv: has 1 lines, one a rank, and the pipeline has 2 ranks; try parallelism.pipeline=1, or schedule=1f1b
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=halves.csv ⇒ schedule.file=halves.csv: is for 1 microbatch a step, and a step has 8; try training.microbatch times 8, or schedule=1f1b
-+recipe=early --config-dir conf ⇒ override /precision=bf16: comes before what it is to override; put what overrides at the end of the defaults of recipe/early.yaml
++recipe=early --config-dir conf ⇒ recipe=early: cannot be composed (Override 'precision : bf16' is defined before 'model: debug'); mend recipe/early.yaml
 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
 +recipe=empty --config-dir conf ⇒ defaults=: x: names no group: conf/recipe/empty.yaml; write GROUP: OPTION
 +recipe=nobody --config-dir conf ⇒ defaults=: x: names no group: conf/recipe/nobody.yaml; write GROUP: OPTION
