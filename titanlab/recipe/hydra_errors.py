@@ -247,7 +247,9 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
         return ConfigError(name, "", f"{error.rule}, and {file}.yaml sets it", error.cure)
     if (named := re.match(r"In '?([^':]+)'?: (?:\w+ raised while composing config:\s*)?(.*)", message)) is not None:
         group, _, option = named[1].rpartition("/")
-        return ConfigError(group or "config", option, f"cannot be composed ({first_line(named[2])})", f"mend {named[1]}.yaml")
+        return ConfigError(
+            group or "config", option, f"cannot be composed ({first_line(named[2])})", f"mend {named[1]}.yaml"
+        )
     if message.startswith("Could not delete"):
         return ConfigError(key, value, "takes out what is not there", advice(bare))
     if (added := re.search(r"append to your default list use (\+\w+=\S+)", message)) is not None:
