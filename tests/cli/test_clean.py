@@ -192,7 +192,7 @@ def test_a_damaged_run_is_left_alone_and_hides_no_other(run, call):
 def test_nobody_is_asked_without_a_terminal(run, call):
     code, _, err = call()
     assert (code, err.count("\n"), steps(run)) == (2, 1, ["2", "4", "6", "8"])
-    assert err.startswith("error: --yes=false: nobody can be asked")
+    assert err.startswith("error: --yes=false: standard input is not a terminal")
     code, out, _ = call("--dry-run")
     assert (code, steps(run)) == (0, ["2", "4", "6", "8"])
     assert out.count("/checkpoints/step-0000000") == 3

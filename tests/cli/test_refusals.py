@@ -86,17 +86,17 @@ seed=9223372036854775808 ⇒ seed=9223372036854775808: must lie in [0, 2⁶³); 
 repeat=-1 ⇒ repeat=-1: counts repetitions from 0; try 0
 training.steps=0 ⇒ training.steps=0: must be at least 1; try 1000
 training.validate_every=-1 ⇒ training.validate_every=-1: must not be negative; try 0
-training.max_grad_norm=nan ⇒ training.max_grad_norm=nan: must be positive; try 1.0, or null
+training.max_grad_norm=nan ⇒ training.max_grad_norm=nan: must be a positive number; try 1.0, or null
 optimizer.lr=inf ⇒ optimizer.lr=inf: must be positive and finite; try 3e-4
 optimizer.betas=[0.9] ⇒ optimizer.betas=[0.9]: must be two numbers in [0, 1); try [0.9,0.95]
 optimizer.weight_decay=-1 ⇒ optimizer.weight_decay=-1.0: must be finite and not negative; try 0.1
 optimizer.schedule.decay=step ⇒ optimizer.schedule.decay=step: is no decay; try linear, cosine, sqrt
 optimizer.schedule.floor=2 ⇒ optimizer.schedule.floor=2.0: must lie between 0 and 1; try 0.1
-cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: is no accelerator; try auto, cpu, cuda
+cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: no such choice; choose one of auto, cpu, cuda
 cluster.peak_tflops=nan ⇒ cluster.peak_tflops=nan: must be a positive number; try 989, or null
 launch.threads=0 ⇒ launch.threads=0: must be at least 1; try 1, or null
 data.vocab_size=1 ⇒ data.vocab_size=1: must be between 2 and 2147483648; try 2048
-tracker=wandb tracker.mode=on ⇒ tracker.mode=on: is no mode of wandb; try auto, online, offline, off
+tracker=wandb tracker.mode=on ⇒ tracker.mode=on: no such choice; choose one of auto, online, offline, off
 tracker=wandb tracker.project=a/b ⇒ tracker.project=a/b: must be 1 to 128 characters without / \ # ? % :; try tracker.project=titanlab
 parallelism.reshard_after_forward=maybe ⇒ parallelism.reshard_after_forward=maybe: no such choice; choose one of auto, always, never
 training.seq_len=99999999999999999999999 ⇒ training.seq_len=99999999999999999999999: must be at most 2,147,483,647; try 512
@@ -107,7 +107,7 @@ training.step_timeout_seconds=1e300 ⇒ training.step_timeout_seconds=1e+300: mu
 tracker=wandb tracker.finish_seconds=inf ⇒ tracker.finish_seconds=inf: must be a finite number; try 10.0
 model.norm_eps=0 ⇒ model.norm_eps=0.0: must lie between 0 and 1; try 1e-5
 model.rope_theta=1 ⇒ model.rope_theta=1.0: must be above 1; try 10000 (Llama 2) or 500000 (Llama 3)
-model.attention=fast ⇒ model.attention=fast: no such attention kernel; choose one of auto, flash, cudnn, efficient, math, flash3, flash_attn
+model.attention=fast ⇒ model.attention=fast: no such choice; choose one of auto, flash, cudnn, efficient, math, flash3, flash_attn
 recipe=quickstart ⇒ recipe=quickstart: is of a group that is not in every recipe; try +recipe=quickstart
 model.heads=3 ⇒ model.heads=3: must divide dim=64 into heads of even width; try 2 or 4
 model.kv_heads=3 ⇒ model.kv_heads=3: must divide 4 query heads; try 2 or 4
@@ -208,8 +208,12 @@ parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=deadlock.csv �
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=torn.csv ⇒ schedule.file=torn.csv: line 2, cell 3: 0F1: stage 0 is on rank 0 already; each stage runs each microbatch F and B once (or F, I and W) on one rank, and after what it needs
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=one-rank.csv ⇒ schedule.file=one-rank.csv: has 1 lines, one a rank, and the pipeline has 2 ranks; try parallelism.pipeline=1, or schedule=1f1b
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=halves.csv ⇒ schedule.file=halves.csv: is for 1 microbatch a step, and a step has 8; try training.microbatch times 8, or schedule=1f1b
-+recipe=early --config-dir conf ⇒ override /precision=bf16: comes before what it is to override; put what overrides at the end of the defaults of recipe/early.yaml
++recipe=early --config-dir conf ⇒ recipe=early: cannot be composed (Override 'precision : bf16' is defined before 'model: debug'); mend recipe/early.yaml
 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
++recipe=empty --config-dir conf ⇒ defaults=: x: names no group: conf/recipe/empty.yaml; write GROUP: OPTION
++recipe=nobody --config-dir conf ⇒ defaults=: x: names no group: conf/recipe/nobody.yaml; write GROUP: OPTION
++recipe=slash --config-dir conf ⇒ defaults=/: x: names no group: conf/recipe/slash.yaml; write GROUP: OPTION
++recipe=word --config-dir conf ⇒ defaults=override : x: names no group: conf/recipe/word.yaml; write GROUP: OPTION
 +recipe=keys --config-dir conf ⇒ recipe=keys: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/keys.yaml: # @package _global_
 +recipe=chosen --config-dir conf ⇒ recipe=chosen: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/chosen.yaml: # @package _global_
 +experiment=mine --config-dir conf ⇒ experiment=mine: has its keys below experiment, which is no key of a recipe; make this the first line of experiment/mine.yaml: # @package _global_
@@ -241,12 +245,12 @@ hydra.job.name_of_it=x ⇒ hydra.job.name_of_it=x: is a setting of Hydra's that 
 'hydra.searchpath=[pkg://antigravity]' ⇒ hydra.searchpath=pkg://antigravity: would import a module, and a config never runs code; give a folder, or install a package with options: docs/models-of-your-own.md
 'name=${oc.env:STRANGE}' ⇒ name=${oc.env:STRANGE}: a variable of the environment may be a secret, and recipes are written down and sent to trackers; give the value itself; docs/configuration.md lists what may be read
 training.seq_len=0 ⇒ training.seq_len=0: must be at least 1; try 512
-training.on_nan=ignore ⇒ training.on_nan=ignore: is none of stop, skip, rollback; try stop
-training.unmeasured_steps=-1 ⇒ training.unmeasured_steps=-1: must not be negative; try 0
+training.on_nan=ignore ⇒ training.on_nan=ignore: no such choice; choose one of stop, skip, rollback
+training.unmeasured_steps=-1 ⇒ training.unmeasured_steps=-1: must not be negative; try 3
 training.step_timeout_seconds=-0.5 ⇒ training.step_timeout_seconds=-0.5: must not be negative; try 600, 0 for no limit, or null
-training.first_step_timeout_seconds=0.0 ⇒ training.first_step_timeout_seconds=0.0: must be positive; try 600, or null for no limit
+training.first_step_timeout_seconds=0.0 ⇒ training.first_step_timeout_seconds=0.0: must be a positive number; try 600, or null for no limit
 training.microbatch=0 ⇒ training.microbatch=0: must be at least 1; try 1, or null for all
-training.loss_chunk=-2 ⇒ training.loss_chunk=-2: is a number of tokens; try 1024, 0 for whole logits, or -1 to choose by their size
+training.loss_chunk=-2 ⇒ training.loss_chunk=-2: must be at least -1; try 1024, 0 for whole logits, or -1 to choose by their size
 cluster.nodes=-1 ⇒ cluster.nodes=-1: must be at least 1; try 8, or null
 cluster.link_gb_per_second=nan ⇒ cluster.link_gb_per_second=nan: must be a positive number; try 450, or null
 cluster.allocator_excess=inf ⇒ cluster.allocator_excess=inf: must be a positive number; try 1.2, or null
@@ -400,11 +404,11 @@ all --csv x.csv ⇒ --csv=x.csv: holds one schedule; name it instead of all: tit
 1f1b --ranks 99999999999999999999 ⇒ --ranks=99999999999999999999: must be at most 9,223,372,036,854,775,807; see `titanlab schedule --help`
 """,
     "export": r"""
-hub --into out --format dcp --force ⇒ --force=true: is of --format hf or titanlab, and the format is dcp; leave it out
-hub --into out --format dcp --shard-size 1GB ⇒ --shard-size=1GB: is of --format hf or titanlab, and the format is dcp; leave it out
-hub --into out --format dcp --name x ⇒ --name=x: is of --format titanlab, and the format is dcp; leave it out
-hub --into out --name x ⇒ --name=x: is of --format titanlab, and the format is hf; leave it out
-hub --into out --names torchtitan ⇒ --names=torchtitan: is of --format dcp, and the format is hf; leave it out
+hub --into out --format dcp --force ⇒ --force=true: applies to --format hf or titanlab, and the format is dcp; leave it out
+hub --into out --format dcp --shard-size 1GB ⇒ --shard-size=1GB: applies to --format hf or titanlab, and the format is dcp; leave it out
+hub --into out --format dcp --name x ⇒ --name=x: applies to --format titanlab, and the format is dcp; leave it out
+hub --into out --name x ⇒ --name=x: applies to --format titanlab, and the format is hf; leave it out
+hub --into out --names torchtitan ⇒ --names=torchtitan: applies to --format dcp, and the format is hf; leave it out
 run --into out --shard-size 1e400GB ⇒ --shard-size=1e400GB: is no size of a file; try 5GB
 toy --name x ⇒ arguments=toy --name x: the following arguments are required: --into; see `titanlab export --help`
 toy --step 9 --into out ⇒ --step=9: the run has no whole checkpoint of this step; it has 3
@@ -416,7 +420,7 @@ nope --into out ⇒ run=nope: fits no run under runs; try single/…
 --clear n1 --all ⇒ --clear=n1: is one host, and --all is given; leave one of the two out
 """,
     "retry": r"""
-layouts --outcome oom --all-failed ⇒ --outcome=oom: is one of those of --all-failed; leave one of the two out
+layouts --outcome oom --all-failed ⇒ --outcome=oom: is included in --all-failed; leave one of the two out
 layouts --outcome , ⇒ arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name runs
 layouts --outcome oom,fire ⇒ --outcome=fire: is no outcome; known: oom, hang, nan, crash, preempted, walltime, node_fail, cance…
 layouts nonesuch ⇒ run=nonesuch: fits no run of sweep layouts; try new-********
@@ -426,7 +430,7 @@ layouts --outcome oom launch.kind=slurm ⇒ launch.kind=slurm: would be another 
 layouts --outcome oom launch.at_once=soon ⇒ launch.at_once=soon: …
 """,
     "best": r"""
-layouts --by speed ⇒ --by=speed: is no figure to rank by; known: tps, mfu, memory
+layouts --by speed ⇒ --by=speed: runs cannot be ranked by it; known: tps, mfu, memory
 layouts --max-memory 0 ⇒ --max-memory=0.0: must be a number of GiB above 0; try --max-memory 76
 layouts --max-memory much ⇒ --max-memory=much: must be a number; see `titanlab best --help`
 nothing ⇒ sweep=nothing: is no sweep under runs; try single
@@ -448,10 +452,10 @@ launch=nowhere ⇒ launch=nowhere: is no option of this group; known: local, slu
 """,
     "report": r"""
 nope ⇒ sweep=nope: is no sweep under runs; try single
-layouts --into a-file ⇒ --into=a-file: is a file, and its name has not the ending .html; try a-file.html
+layouts --into a-file ⇒ --into=a-file: must end in .html; try a-file.html
 layouts --into a-file/a.html ⇒ --into=a-file: cannot be made…
 layouts --figures a-file/a ⇒ --figures=a-file/a: cannot be made…
-layouts --format svg ⇒ --format=svg: is that of figures; add --figures FOLDER
+layouts --format svg ⇒ --format=svg: is the format of figures; add --figures FOLDER
 layouts --by colour ⇒ arguments=layouts --by colour: argument --by: invalid choice: 'colour' …; see `titanlab report --help`
 """,
     "plan": r"""
@@ -469,12 +473,12 @@ layouts --by colour ⇒ arguments=layouts --by colour: argument --by: invalid ch
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 training.seq_len=4096,8192 ⇒ training.seq_len=4096,8192: is several values; add -m to run them all; a list is [4096,8192]
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --rank one ⇒ --rank=one: must be whole numbers with commas between them; try --rank 0
 +recipe=llama3_1_8b_8gpus cluster=h100 --rank 0 ⇒ --rank=0: names ranks that are traced; add --trace
-+recipe=llama3_1_8b_8gpus cluster=h100 --trace --explain ⇒ --trace=true: has an answer of its own, and so has --explain; leave one out
++recipe=llama3_1_8b_8gpus cluster=h100 --trace --explain ⇒ --trace=true: prints another answer than --explain; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --why ⇒ --trace=true: is about one recipe, and --why about many; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --vary compile ⇒ --trace=true: is about one recipe, and --vary about many; leave one out
 --calibrate nothing ⇒ sweep=nothing: is no sweep under runs; try single
 --calibrate layouts --measure ⇒ --calibrate=layouts: takes runs, and --measure a new job; leave one out
---calibrate layouts --why ⇒ --calibrate=layouts: makes no plan, which --why is about; leave it out
+--calibrate layouts --why ⇒ --calibrate=layouts: makes no plan, and --why is about one; leave it out
 --calibrate layouts cluster=h100 ⇒ arguments=cluster=h100: is not for --calibrate, which takes recipes and cluster from the runs; leave it out
 --calibrate ⇒ arguments=--calibrate: argument --calibrate: expected one argument; see `titanlab plan --help`
 cluster=cpu --out cluster/a.yaml ⇒ --out=cluster/a.yaml: belongs to --calibrate or --measure; leave it out, or add --calibrate SWEEP
@@ -484,15 +488,15 @@ cluster=cpu --runs runs ⇒ --runs=runs: belongs to --calibrate; leave it out, o
 --calibrate layouts --out cluster/h100.yaml ⇒ --out=cluster/h100.yaml: has the name of a cluster that titanlab brings, and cluster=h100 would mean that one; try cluster/my_h100.yaml
 --calibrate layouts --out /proc/cluster/cores.yaml ⇒ --out=/proc/cluster/cores.yaml: cannot be written: No such file or directory; choose another folder, or make room
 --calibrate layouts --out conf/cluster/own.yaml ⇒ --out=conf/cluster/own.yaml: is a file that titanlab has not written; give another name
---calibrate layouts --top 3 ⇒ --calibrate=layouts: makes no plan, which --top is about; leave it out
---measure --trace ⇒ --measure=true: makes no plan, which --trace is about; leave it out
---measure --explain ⇒ --measure=true: makes no plan, which --explain is about; leave it out
+--calibrate layouts --top 3 ⇒ --calibrate=layouts: makes no plan, and --top is about one; leave it out
+--measure --trace ⇒ --measure=true: makes no plan, and --trace is about one; leave it out
+--measure --explain ⇒ --measure=true: makes no plan, and --explain is about one; leave it out
 --measure --runs runs ⇒ --runs=runs: belongs to --calibrate; write runs=runs
---measure model=llama_5m ⇒ --measure=model=llama_5m: is the measurement's own: it trains no recipe; give only cluster, launch, world and runs
+--measure model=llama_5m ⇒ --measure=model=llama_5m: is set by the measurement, which trains no recipe; give only cluster, launch, world and runs
 --measure launch=local,slurm ⇒ launch=local,slurm: is several values; add -m to run them all
 --measure launch=slurm cluster=local ⇒ world=null: is not known: the cluster does not say how many processes a node takes; give world=8, or a cluster such as cluster=h100
 --measure --out x.yaml ⇒ --out=x.yaml: must lie in a folder named cluster, so that --config-dir finds it; try cluster/x.yaml
---measure profiler.seconds=0 ⇒ profiler.seconds=0.0: must be a positive number of seconds; try 0.2
+--measure profiler.seconds=0 ⇒ profiler.seconds=0.0: must be a positive number; try 0.2
 """,
     "logs": r"""
 bad --grep '(' ⇒ --grep=(: is no regular expression (missing ), unterminated subpattern at position 0); put \ before ( [ { * + ?
@@ -511,15 +515,15 @@ trian ⇒ verb=trian: there is no such verb; try train; known: train, sweep, pla
 --verbose ⇒ verb=--verbose: there is no such verb; known: train, sweep, plan, parity, rehearse, status, logs, diagnose…
 """,
     "completion": r"""
-fish ⇒ completion=fish: is no shell that is known here; try bash (in zsh, run bashcompinit first)
+fish ⇒ completion=fish: is not a known shell; try bash (in zsh, run bashcompinit first)
 """,
     "tokenize": r"""
 ⇒ arguments=: the following arguments are required: files, folder; see `titanlab tokenize --help`
 'nope/*.txt' out ⇒ files=nope/*.txt: matches no file; check the path, and quote a pattern, so that no shell expands it
-text.txt a-file ⇒ folder=a-file: is there already; name another, or remove it
+text.txt a-file ⇒ folder=a-file: exists already; name another, or remove it
 text.txt out --vocab-size few ⇒ --vocab-size=few: must be a whole number; see `titanlab tokenize --help`
 text.txt out --tokenizer foreign.model ⇒ --tokenizer=foreign.model: is no SentencePiece model; give a .model or tokenizer.json
-corpus.txt shards --tokenizer t.model --vocab-size 2048 ⇒ --vocab-size=2048: is of a tokenizer that is trained, and --tokenizer names one that has its size; leave one of them out
+corpus.txt shards --tokenizer t.model --vocab-size 2048 ⇒ --vocab-size=2048: applies to a tokenizer that is trained, and --tokenizer names one; leave one of them out
 """,
     "download-tokenizer": r"""
 ⇒ arguments=: the following arguments are required: repo; see `titanlab download-tokenizer --help`
@@ -530,8 +534,8 @@ nothing ⇒ source=nothing: there is no such folder; give a folder of Hugging Fa
 theirs --model debug --into ours --name mine ⇒ --model=debug: is for a folder with .metadata only; theirs names its model itself; leave it out
 theirs model.dim=3 --into ours --name mine ⇒ model.KEY=VALUE=model.dim=3: is for a folder with .metadata only; theirs names its model itself; leave it out
 theirs ours ⇒ model.KEY=VALUE=ours: is for a folder with .metadata only; theirs names its model itself; for the new folder, try --into ours
-theirs --into ours --name null ⇒ --name=null: as model=NAME is no model; try null_imported
-theirs --into ours --name NULL ⇒ --name=NULL: as model=NAME is no model; try NULL_imported
+theirs --into ours --name null ⇒ --name=null: cannot be chosen: model=null means no model; try null_imported
+theirs --into ours --name NULL ⇒ --name=NULL: cannot be chosen: model=null means no model; try NULL_imported
 """,
     "sync": r"""
 ⇒ arguments=: the following arguments are required: RUN | SWEEP; see `titanlab sync --help`
@@ -566,7 +570,7 @@ bad --what temporary,data-cache ⇒ --what=temporary,data-cache: data-cache is o
 --runs a-file ⇒ --runs=a-file: is no folder; name the folder of runs
 """,
     "sweep": r"""
-⇒ arguments=: say nothing of what to sweep; try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps
+⇒ arguments=: do not say what to sweep; try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps
 +sweeps=nope ⇒ sweeps=nope: is no option of this group; known: ac_memory, cpu_1d_to_4d, cpu_calibration, llama3_405b_512gpu…
 seed=1,2 ++seed=3,4 ⇒ seed=3,4: is swept twice; …
 seed=1,2 seed=7 ⇒ seed=7: is one value for all points…
@@ -585,11 +589,11 @@ seed=1,2 hydra.sweeper=null ⇒ hydra.sweeper=null: takes away what titanlab rea
 seed=1,2 ~hydra.launcher._target_ ⇒ hydra.launcher._target_=: would run the points by itself…
 seed=1 --wait --dry-run ⇒ --dry-run=true: submits nothing to wait for (--wait); leave one out
 seed=0,1 --keep --prune ⇒ --prune=true: excludes --keep; leave one out
-seed=0,1 --json --wait ⇒ --json=true: has no table, which --wait shows; leave one out
+seed=0,1 --json --wait ⇒ --json=true: prints no table, and --wait shows one; leave one out
 +hydra.callbacks.x._target_=os.system seed=0,1 ⇒ hydra.callbacks.x._target_=os.system: names code, and a config never runs any; leave it out; code comes as an option of a package: docs/models-of-your-own.md
 """,
     "parity": r"""
-⇒ arguments=: say nothing of what to prove; try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs
+⇒ arguments=: do not say what to prove; try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs
 nope ⇒ sweep=nope: is no sweep under runs; try single
 --cfg job ⇒ arguments=--cfg job: name no recipe; try +recipe=quickstart, or +sweeps=NAME
 quickstart "+recipe=quickstart parallelism=fsdp world=2 seed=1" ⇒ seed=1: cannot be compared with +recipe=quickstart, which has seed=0; compare recipes that differ in layout or technique only
@@ -598,15 +602,15 @@ quickstart "+recipe=quickstart seed=1,2" ⇒ recipe=+recipe=quickstart seed=1,2:
 quickstart nonesuch ⇒ recipe=nonesuch: is neither a run nor a recipe; try +recipe=NAME, or name two runs (--runs FOLDER)
 quickstart "+recipe=quickstart 'world=2" ⇒ recipe=+recipe=quickstart 'world=2: cannot be read (No closing quotation); try '+recipe=quickstart world=2'
 good "+recipe=quickstart seed=1" ⇒ run=+recipe=quickstart seed=1: is no finished run, and good is one; compare two runs, or two recipes
-good over --steps=5 ⇒ --steps=5: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
-good over --inductor ⇒ --inductor=true: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
+good over --steps=5 ⇒ --steps=5: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
+good over --inductor ⇒ --inductor=true: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
-nope seed=1 ⇒ recipe=nope: is no recipe and no sweep of conf; try +recipe=quickstart
+nope seed=1 ⇒ recipe=nope: is neither a recipe nor a sweep of conf; try +recipe=quickstart
 quickstart --steps 0 ⇒ --steps=0: must lie in 1 to 100; try 3
 quickstart --processes 0 ⇒ --processes=0: must lie in 1 to 256; try 16
 """,
     "rehearse": r"""
-⇒ arguments=: say nothing of what to rehearse; try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep
+⇒ arguments=: do not say what to rehearse; try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep
 nope ⇒ sweep=nope: is no sweep under runs; try single
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
 quickstart --keep a-file ⇒ --keep=a-file: cannot be made (File exists); give a folder of yours

@@ -304,7 +304,7 @@ def test_a_folder_that_is_there_is_not_touched(corpus: Path, tmp_path: Path, cac
     target = tmp_path / "deep" / "made"
     write_token_shards(str(corpus), target, tokenizer=str(model_file), report=silent)
     before = {file.name: file.read_bytes() for file in target.iterdir()}
-    with pytest.raises(ConfigError, match=r"^folder=.*: is there already; name another"):
+    with pytest.raises(ConfigError, match=r"^folder=.*: exists already; name another"):
         write_token_shards(str(corpus), target, tokenizer=str(model_file), report=silent)
     assert {file.name: file.read_bytes() for file in target.iterdir()} == before
     empty = tmp_path / "empty"

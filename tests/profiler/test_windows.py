@@ -20,7 +20,7 @@ from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, Rat
         (Memory, {"skip": 0}, r"skip=0: must be at least 1; try 5"),
         (Memory, {"entries": 0}, r"entries=0: must be at least 1; try 100000"),
         (Memory, {"every": 3}, r"every=3: must be 0, or at least 4: a window has 3 steps; try 300"),
-        (Rates, {"seconds": 0.0}, r"seconds=0\.0: must be a positive number of seconds"),
+        (Rates, {"seconds": 0.0}, r"seconds=0\.0: must be a positive number"),
         (Rates, {"largest": 63}, r"largest=63: must be at least 64"),
         (Rates, {"megabytes": 0}, r"megabytes=0: must be at least 1"),
     ],

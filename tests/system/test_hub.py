@@ -120,7 +120,7 @@ def test_a_hub_that_is_not_to_be_reached_through_the_proxy(monkeypatch, nobody):
 
 
 def test_what_never_answers_is_waited_for_no_longer_than_asked(monkeypatch):
-    def never(address, timeout):
+    def never(address, timeout, source=None):
         time.sleep(timeout + 20)
         raise TimeoutError
 

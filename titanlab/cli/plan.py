@@ -75,7 +75,7 @@ def _check(args: Namespace) -> None:
     if args.rank and not args.trace:
         raise ConfigError("--rank", args.rank, "names ranks that are traced", "add --trace")
     if args.explain and args.trace:
-        raise ConfigError("--trace", "true", "has an answer of its own, and so has --explain", "leave one out")
+        raise ConfigError("--trace", "true", "prints another answer than --explain", "leave one out")
     about_many = [name for name in ("why", "vary", "top") if name in given]
     if (args.explain or args.trace) and about_many:
         rule = f"is about one recipe, and --{about_many[0]} about many"
@@ -92,7 +92,8 @@ def _check(args: Namespace) -> None:
     if args.calibrate is not None and args.measure:
         raise ConfigError("--calibrate", args.calibrate, "takes runs, and --measure a new job", "leave one out")
     if other:
-        raise ConfigError(verb, args.calibrate or "true", f"makes no plan, which --{other[0]} is about", "leave it out")
+        rule = f"makes no plan, and --{other[0]} is about one"
+        raise ConfigError(verb, args.calibrate or "true", rule, "leave it out")
     if args.calibrate is not None and args.rest:
         rule = "is not for --calibrate, which takes recipes and cluster from the runs"
         raise ConfigError("arguments", " ".join(args.rest), rule, "leave it out")

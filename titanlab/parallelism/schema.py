@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanlab.costs import AXES, Layout
-from titanlab.errors import ConfigError
 from titanlab.options import option
-
-CHOICES = {
-    "reshard_after_forward": ("auto", "always", "never"),
-    "context_method": ("ring", "all_gather"),
-}
 
 
 @option("parallelism")
@@ -54,18 +48,11 @@ class Parallelism:
     sequence_parallel: bool = True
     loss_parallel: bool = True
     async_tensor: bool = False
-    context_method: str = "ring"
+    context_method: str = field(default="ring", metadata={"choices": ("ring", "all_gather")})
     split: tuple[Any, ...] | None = None
-    reshard_after_forward: str = "auto"
+    reshard_after_forward: str = field(default="auto", metadata={"choices": ("auto", "always", "never")})
     cpu_offload: bool = False
     symmetric_memory: bool = field(default=False, metadata={"before": False})
-
-    def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                known = ", ".join(choices)
-                raise ConfigError(f"parallelism.{name}", value, "no such choice", f"choose one of {known}")
 
     @property
     def frees_after_forward(self) -> bool:

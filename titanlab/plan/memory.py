@@ -261,8 +261,8 @@ def _loss(recipe: Recipe, share: Share, pieces: Sequence[str]) -> int:
 
     In eager mode: in the forward pass the logits, their copy in float32 and log-probabilities; in the backward pass
     log-probabilities, their gradient, and the gradient of the copy. A compiled loss keeps the logits and writes their
-    gradient. Logits that are split over the vocabulary (`titanlab.parallelism.loss.SplitLoss`): log-probabilities,
-    their gradient, and its copy in the logits' precision.
+    gradient. Logits that are split over the vocabulary: an upper bound, for log-probabilities, their gradient, and its
+    copy in the logits' precision; `titanlab.parallelism.loss.SplitLoss` keeps only the logits and their gradient.
     """
     account = model_facts(recipe.model).account
     last = (account.pieces or ("",))[-1]

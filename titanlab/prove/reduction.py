@@ -62,9 +62,8 @@ def folded(layout: Layout, *, most: int = MOST_PROCESSES, fixed: Mapping[str, st
     for axis, degree in least.items():
         if degree > most:
             why = fixed.get(axis, f"at most {most} processes are started")
-            raise ConfigError(
-                f"parallelism.{axis}", degree, f"cannot be folded to {most} processes: {why}", "allow more: --processes"
-            )
+            rule = f"cannot be folded to {most} processes: {why}"
+            raise ConfigError(f"parallelism.{axis}", degree, rule, "allow more: --processes")
     missing = list(least)
     layouts = []
     while missing:

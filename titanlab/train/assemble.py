@@ -300,7 +300,7 @@ def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | to
         )
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
         columns = Columns.of(mesh.axis("tensor").get_group(), recipe.model.vocab_size)
-        return of_logits(SplitLoss(columns, compiled=compiled))
+        return of_logits(SplitLoss(columns, compiled=compiled if recipe.compile.loss else None))
     return of_logits(compiled(loss_sum))
 
 

@@ -12,6 +12,7 @@ from huggingface_hub import errors
 from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.cli.compose import compose
+from titanlab.train import fetch_model
 
 
 def failed(kind, status):
@@ -107,6 +108,16 @@ def test_a_hub_that_gives_nothing(hub, tmp_path, capsys, error, message, late):
     assert said.startswith(f"error: source=owner/model: {message}")
     assert said.count("\n") == 1
     assert not Path("weights").exists()
+
+
+def test_an_error_of_the_report_is_not_one_of_the_hub(hub, tmp_path):
+    hub(made.folder(tmp_path / "there"))
+
+    def report(line):
+        raise ValueError(line)
+
+    with pytest.raises(ValueError, match="fetching owner/model"):
+        fetch_model("owner/model", revision=None, token=None, key="source", report=report)
 
 
 def test_another_model_is_refused_before_it_is_fetched(hub, tmp_path, capsys):
