@@ -16,7 +16,6 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.system import import_quietly
 from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.optimizer.optimizers_schema import AdamW, AdamW4bit, AdamW8bit, AdamWFp8, Muon
-from titanlab.train.train import _set_rate
 
 LOW_BIT = (AdamW8bit, AdamW4bit, AdamWFp8)
 # How far parameters of a training may be from those of one process. Of few bits: gradients of another layout differ in
@@ -139,31 +138,6 @@ def test_muons_momentum_in_bf16_is_not_divided_in_place():
     average = optimizer.state[before[name]]["momentum_buffer"]
     torch.testing.assert_close(average, (gradients(0)[name] * 0.05).bfloat16(), rtol=0.02, atol=1e-5)
     assert all(value.isfinite().all() for value in found.values())
-
-
-def test_the_schedule_sets_the_rate_of_every_group():
-    made = tiny.recipe("runs", optimizer=gentle(AdamW8bit))
-    optimizer = made.optimizer.implementation().build(parameters())
-    _set_rate(optimizer, made, 1)
-    assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 5e-4]
-
-
-def test_muon_is_one_optimizer():
-    made = tiny.recipe("runs", optimizer=gentle(Muon))
-    optimizer = made.optimizer.implementation().build(parameters())
-    _set_rate(optimizer, made, 1)
-    assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [
-        (5, 5e-4),
-        (1, 5e-4),
-        (1, 5e-4),
-    ]
-    # What it loads is what its parts use.
-    state = optimizer.state_dict()
-    state["param_groups"][0]["lr"] = 7.0
-    optimizer.load_state_dict(state)
-    assert [part.param_groups for part in optimizer._parts] == [optimizer.param_groups[:1], optimizer.param_groups[1:]]
-    assert optimizer._parts[0].param_groups[0]["lr"] == 7.0
-    assert all(part.state is optimizer.state for part in optimizer._parts)
 
 
 @pytest.mark.full

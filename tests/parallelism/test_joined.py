@@ -134,8 +134,11 @@ VALIDATED = {
 }
 
 
+COVERING = ([], [pytest.mark.covering])
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "tensor" else [pytest.mark.full]) for name in VALIDATED]
+    "name", [pytest.param(name, marks=[pytest.mark.full, *COVERING[name == "tensor"]]) for name in VALIDATED]
 )
 def test_compiled_fused_blocks_are_validated(pool, tmp_path, name):
     """The loss of held-out sequences, after each step, is that of one process that neither fuses nor compiles."""

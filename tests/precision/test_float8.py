@@ -28,7 +28,7 @@ from titanlab.techniques.model.mixture_of_experts import ExpertLinear
 from titanlab.techniques.precision import float8
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise, Mxfp8
-from titanlab.techniques.precision.product import PLAIN, departure, product_of
+from titanlab.techniques.precision.product import product_of
 from titanlab.train import assemble, generate
 from titanlab.train.recording import work
 
@@ -179,15 +179,6 @@ def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(k
         assert torch.equal(torch.autograd.grad(found, part.weight, gradient)[0], _gradient(part, inputs, gradient))
 
 
-def test_layers_name_their_products():
-    for kind, splits in ((Mxfp8, False), (Float8Rowwise, True)):
-        layer = _layer(kind())
-        assert departure(layer) == ""
-        assert product_of(layer) is not PLAIN
-        assert product_of(layer).splits is splits
-    assert product_of(nn.Linear(2, 2)) is PLAIN
-
-
 def scales(made):
     """The scales of every converted weight: the one computed for all, torchao's two, and the whole weight's own."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp as torchaos
@@ -235,23 +226,6 @@ def test_scales_are_those_of_whole_weights(pool, tmp_path, layout):
     for each in told:
         for name, (computed, *others) in each.items():
             assert {computed} == {other for other in others if other is not None}, name
-
-
-def what_is_gathered(made):
-    """Types of the weights while a block computes."""
-    with open_world(joined(os.environ) or ALONE, accelerator="cpu", seed=0, deterministic=False) as world:
-        built = assemble.assemble(made, world, build_mesh(made.layout, "cpu"))
-        built.after_update()
-        block = built.model.layers["0"]
-        block.unshard()
-        layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-        return {name: type(layer.weight.data).__name__ for name, layer in layers.items()}
-
-
-def test_weights_are_gathered_in_float8(pool, tmp_path):
-    made = tiny.recipe(tmp_path, precision=Float8Tensorwise(skip=["output", "wo"]), shard=2)
-    expected = {name: "Tensor" if name == "attention.wo" else "Float8TrainingTensor" for name in LAYERS}
-    assert pool.run(2, what_is_gathered, made) == [expected] * 2
 
 
 def traced(made, run):

@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests import tiny
 from titanlab.costs import traffic_metrics
@@ -12,7 +10,7 @@ from titanlab.distributed import traced
 from titanlab.parallelism.collectives import reduce_scatter
 from titanlab.prove import TraceComparison
 from titanlab.prove.declared import declared
-from titanlab.prove.rank_trace import fake_world, trace_rank, watch_saved_bytes
+from titanlab.prove.rank_trace import fake_world, trace_rank
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model.llama_schema import Mixtral, Qwen3Moe
 from titanlab.techniques.optimizer.optimizers_schema import Muon
@@ -129,58 +127,3 @@ def rows_of(nccl):
 @pytest.mark.parametrize(("nccl", "kind"), [(True, "reduce_scatter"), (False, "all_to_all")])
 def test_a_scatter_is_that_of_the_backend_for_which_it_stands(pool, nccl, kind):
     assert pool.run(1, rows_of, nccl) == [[(kind, 4 * (64 << 20))]]
-
-
-ROWS, WIDTH = 8, 16
-STREAM = 4 * ROWS * WIDTH
-
-
-class Block(nn.Module):
-    """Keeps its input for the product, and the result of `sin` for nothing, of `exp` for itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, hidden):
-        return self.linear(hidden).exp() + 1
-
-
-class Checkpointed(Block):
-    def forward(self, hidden):
-        return checkpoint(super().forward, hidden, use_reentrant=False, preserve_rng_state=False)
-
-
-class Twice(nn.Module):
-    """Two blocks, called as models call them."""
-
-    def __init__(self, block):
-        super().__init__()
-        self.layers = nn.ModuleDict({"0": block(), "1": block()})
-
-    def forward(self, hidden):
-        for block in self.layers.values():
-            hidden = block(hidden)
-        return hidden
-
-
-@pytest.mark.parametrize(("block", "bytes_"), [(Block, 2 * STREAM), (Checkpointed, STREAM)])
-def test_a_block_keeps_its_input_and_what_it_needs(block, bytes_):
-    model = Twice(block)
-    saved = watch_saved_bytes({int(name): each for name, each in model.layers.items()})
-    for _ in range(2):
-        model(torch.ones(ROWS, WIDTH, requires_grad=True) * 1).sum().backward()
-    assert saved == {0: bytes_, 1: bytes_}
-    # The hooks are gone after the first microbatch.
-    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.layers.values())
-
-
-def test_an_input_that_nothing_needs_is_not_counted():
-    class Doubled(nn.Module):
-        def forward(self, hidden):
-            return hidden * 2
-
-    model = Twice(Doubled)
-    saved = watch_saved_bytes({int(name): each for name, each in model.layers.items()})
-    model(torch.ones(ROWS, WIDTH, requires_grad=True) * 1).sum().backward()
-    assert saved == {0: 0, 1: 0}

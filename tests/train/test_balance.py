@@ -173,13 +173,6 @@ def test_a_sequence_in_parts_cannot_be_counted(tmp_path):
         recipe(tmp_path, model=replace(MODEL, balance="auxiliary_sequence"), context=2)
 
 
-def test_two_ranks_count_as_one(pool, tmp_path):
-    alone = recipe(tmp_path / "1")
-    shared = recipe(tmp_path / "2", shard=2, microbatch=1)
-    wanted = pool.run(1, traced, alone, tiny.begin(alone))[0].loads
-    assert pool.run(2, traced, shared, tiny.begin(shared))[0].loads == wanted
-
-
 def written(steps, done, counts=lambda step: [[float(step), 1.0]]):
     rows = {}
     experts = ExpertRows(steps, lambda step, row: rows.update({step: row}))

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from tests import tiny
 from tests.checkpoint.storage import write
 from tests.pool import RankFailure
+from tests.refusals import refusal
 from titanlab.checkpoint import ITEM_BYTES, METADATA, DamagedCheckpoint, latest, load_state
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli import main
@@ -215,11 +216,10 @@ def test_a_parameter_that_is_not_a_plain_tensor_is_named(tmp_path, make, change)
         del tensors[name]
     else:
         tensors[name] = tensors[name].to(getattr(torch, change))
-    with pytest.raises(ConfigError) as caught:
-        make(tmp_path / "c", tensors)
+    told = refusal(make, tmp_path / "c", tensors)
     key = "run" if make is checkpoint else "k"
     said = f"has no plain tensor {name}; give a checkpoint of the same model"
-    assert str(caught.value) == f"{key}={tmp_path / 'c'}: {said}"
+    assert told == f"{key}={tmp_path / 'c'}: {said}"
 
 
 def test_a_folder_of_another_model_says_what_differs(tmp_path):
@@ -449,15 +449,6 @@ def unreadable(reader, state):
         load_state(state, reader)
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def test_tensors_and_values_come_back(tmp_path):
-    state = {"x": torch.ones(2, 3).bfloat16(), "flag": torch.tensor(data=True), "n": {"a": 5}}
-    reader = saved(tmp_path, state)
-    found = {"x": torch.zeros(2, 3).bfloat16(), "flag": torch.tensor(data=False), "n.a": 0}
-    load_state(found, reader)
-    assert torch.equal(found["x"], state["x"])
-    assert (bool(found["flag"]), found["n.a"]) == (True, 5)
 
 
 @pytest.mark.parametrize("content", ["code", "garbage"])

@@ -48,19 +48,6 @@ def test_the_seconds_of_the_slowest_rank_are_those_of_one_step():
 LAST = [0.1, 3.0, 2.0, 5.0]
 
 
-@pytest.mark.parametrize(
-    ("rows", "peers", "slow"),
-    [
-        ([EVEN, EVEN, LAST, LAST], 4, (2, 1)),
-        ([EVEN, EVEN, LAST, LAST], 2, None),
-        ([EVEN, [0.1, 2.9, 2.0, 5.0], LAST, LAST], 2, (1, 1)),
-        ([EVEN, EVEN, LAST, [4.0, 3.0, 2.0, 5.0]], 2, (3, 0)),
-    ],
-)
-def test_ranks_of_one_stage_are_compared_with_each_other(rows, peers, slow):
-    assert compared(rows, 10, peers=peers)[1] == slow
-
-
 @dataclass(frozen=True, kw_only=True)
 class Others(World):
     """Rank 0, and what the other ranks have measured."""

@@ -132,12 +132,3 @@ def test_names_of_options_do_not_hide_our_own(hub, tmp_path, capsys):
     folder = made.folder(tmp_path / "llama3_8b")
     assert main(["import", str(folder)]) == 0
     assert Path("weights/llama3_8b_imported/conf/model/llama3_8b_imported.yaml").is_file()
-
-
-def test_a_folder_whose_name_hydra_would_take_apart(hub, tmp_path, capsys):
-    folder = made.folder(tmp_path / "there")
-    assert main(["import", str(folder), "--into", "odd, name=1", "--name", "odd"]) == 0
-    import shlex
-
-    (recipe,) = compose(shlex.split(capsys.readouterr().out.splitlines()[-1])[2:])
-    assert recipe.init_from == "odd, name=1"
