@@ -164,16 +164,19 @@ def groups(space):
         {},
         {"parallelism": Parallelism(shard=8, cpu_offload=True)},
         {"parallelism": Parallelism(shard=8, reshard_after_forward="never")},
+        {"parallelism": Parallelism(shard=8, reduce_gradients="each")},
     ],
-    ids=["bf16", "offloaded", "kept gathered"],
+    ids=["bf16", "offloaded", "kept gathered", "reduced each"],
 )
 def test_no_recipe_needs_less(given):
     space = ranking_of(planned(batch=8, **given)).space
     compared = 0
     for recipes, schedules in groups(space):
-        everyone = least_memory(recipes[0], schedules)
+        each = recipes[0].reduces_each
+        everyone = least_memory(recipes[0], schedules, reduces_each=each)
         for recipe, schedule in zip(recipes, schedules, strict=True):
-            assert everyone <= least_memory(recipe, [schedule]) <= most_memory(recipe).allocated
+            least = least_memory(recipe, [schedule], reduces_each=each)
+            assert everyone <= least <= most_memory(recipe).allocated
             compared += 1
     assert compared > 500
 
