@@ -140,6 +140,7 @@ FULL = [
     {"shard": 2, "context": 2, "microbatch": 2, "reduce_gradients": "each"},
     {"pipeline": 2, "replicate": 2, "shard": 2, "layers": 4, "reduce_gradients": "each", "schedule": GPipe()},
     {"pipeline": 2, "layers": 4, "shard": 2, "reduce_gradients": "each", "schedule": LoopedBFS()},
+    {"pipeline": 2, "replicate": 2, "shard": 2, "loss_chunk": 24, "reduce_gradients": "each", "bf16": True},
 ]
 MATRIX = {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "global_batch": 8}
 

@@ -217,7 +217,7 @@ ROWS = [
     _row(pipeline=2, shard=2, schedule="gpipe", reduce_gradients="each", reshard_after_forward="always"),
     _row(pipeline=2, shard=2, schedule="interleaved_1f1b", reduce_gradients="each"),
     _row(pipeline=2, replicate=2, shard=2, reduce_gradients="each"),
-    _row(pipeline=2, shard=2, context=2, tensor=2, reduce_gradients="each"),
+    _row(pipeline=2, shard=2, tensor=2, reduce_gradients="each"),
     _row("fused, in tiles", shard=2, microbatch=1, reduce_gradients="each", cpu_offload=True),
     # Held to one process whose projections are not fused and whose attention is not in tiles.
     _row("fused, in tiles"),
