@@ -125,6 +125,8 @@ parallelism.pipeline=1000000 ⇒ parallelism.pipeline=1000000: 1f1b makes 100000
 parallelism.pipeline=2 training.global_batch=2000000000 ⇒ parallelism.pipeline=2: makes 2,000,000,000 microbatches of a step, in 2 stages: more than a schedule is made for; give a smaller training.global_batch, or a larger training.microbatch
 training.steps=100 optimizer.schedule.warmup_steps=200 ⇒ optimizer.schedule.warmup_steps=200: is more than the 100 steps of the run; try 10
 data.vocab_size=5000 ⇒ model.vocab_size=2048: is smaller than the 5000 tokens of the data's vocabulary; try model.vocab_size=5000
+parallelism.pipeline=2 model.layers=4 schedule=zbv parallelism.reduce_gradients=each ⇒ parallelism.reduce_gradients=each: needs gradients block by block, and zbv computes those of a stage at once; try last, or schedule=1f1b
+parallelism.reduce_gradients=first ⇒ parallelism.reduce_gradients=first: no such choice; choose one of auto, each, last
 parallelism.cpu_offload=true ⇒ parallelism.cpu_offload=true: moves sharded parameters, and nothing is sharded; try parallelism.shard=2
 parallelism=fsdp ⇒ parallelism.shard=-1: says 'the rest' of a world whose size is not given; try world=2, or parallelism.shard=2
 parallelism=fsdp world=3 ⇒ training.global_batch=8: must be a multiple of the 3 data-parallel processes; try 9

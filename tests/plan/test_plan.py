@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from tests.plan.recipes import planned, ranking_of
+from tests.plan.recipes import LLAMA_8B, planned, ranking_of
 from titanlab.costs import Layout
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers_schema import Slurm
@@ -164,18 +164,41 @@ def groups(space):
         {},
         {"parallelism": Parallelism(shard=8, cpu_offload=True)},
         {"parallelism": Parallelism(shard=8, reshard_after_forward="never")},
+        {"parallelism": Parallelism(shard=8, reduce_gradients="each")},
     ],
-    ids=["bf16", "offloaded", "kept gathered"],
+    ids=["bf16", "offloaded", "kept gathered", "reduced each"],
 )
 def test_no_recipe_needs_less(given):
     space = ranking_of(planned(batch=8, **given)).space
     compared = 0
     for recipes, schedules in groups(space):
-        everyone = least_memory(recipes[0], schedules)
+        each = recipes[0].reduces_each
+        everyone = least_memory(recipes[0], schedules, reduces_each=each)
         for recipe, schedule in zip(recipes, schedules, strict=True):
-            assert everyone <= least_memory(recipe, [schedule]) <= most_memory(recipe).allocated
+            least = least_memory(recipe, [schedule], reduces_each=each)
+            assert everyone <= least <= most_memory(recipe).allocated
             compared += 1
     assert compared > 500
+
+
+def test_each_microbatch_reduces_where_only_that_fits():
+    """Of a recipe that leaves the choice open; the arguments name a choice that is not that of `auto`."""
+    recipe = planned(batch=64)
+    whole = ranking_of(recipe)
+    point = next(whole.space.points(Layout(shard=8)))
+    assert point.microbatch == 1
+    fast = whole.estimate(point)
+    small = ranking_of(recipe, limit=fast.reserved - 1).estimate(point)
+    assert small.reserved < fast.reserved
+    assert small.time.seconds > fast.time.seconds
+    argument = "parallelism.reduce_gradients"
+    assert not any(argument in each for each in overrides(fast, recipe))
+    assert f"{argument}=each" in overrides(small, recipe)
+    fixed = planned(batch=64, parallelism=Parallelism(shard=8, reduce_gradients="last"))
+    assert ranking_of(fixed, limit=fast.reserved - 1).estimate(point) is None
+    # Of 8 billion parameters `auto` would not keep whole gradients.
+    large = planned(batch=64, model=LLAMA_8B)
+    assert f"{argument}=last" in overrides(ranking_of(large, limit=1e12).estimate(point), large)
 
 
 def test_more_microbatches_in_flight_need_more():

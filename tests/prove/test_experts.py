@@ -52,6 +52,8 @@ ROWS = [
     ("head norms", {"tensor": 2}),
     ("head norms", {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}),
     ("head norms", {"replicate": 2, "context": 2, "tensor": 2}),
+    ("qwen3", {"replicate": 2, "shard": 2, "expert": 2, "microbatch": 1, "reduce_gradients": "each"}),
+    ("sequence", {"shard": 2, "tensor": 2, "microbatch": 1, "reduce_gradients": "each"}),
     ("mixtral", {"shard": 4}),
     ("qwen3", {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}),
     ("qwen3", {"tensor": 2, "sequence_parallel": False}),

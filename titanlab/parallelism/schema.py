@@ -35,6 +35,10 @@ class Parallelism:
         reshard_after_forward: `always` frees a block's parameters after its forward pass and gathers them again
             for the backward; `never` keeps them: more memory, less communication. `auto` is `always`, but
             `never` in a pipeline, where each microbatch would gather them again.
+        reduce_gradients: `each` reduces gradients after each microbatch, so that FSDP2 keeps only its shard of them
+            between microbatches; `last` sums whole gradients, and reduces after the last microbatch: less
+            communication. `auto` is `last`, but `each` where FSDP2 would keep more than 4 GiB of whole gradients;
+            always `last` in a pipeline.
         cpu_offload: sharded parameters, gradients and optimizer state are kept in host memory.
         symmetric_memory: FSDP2 gathers and scatters in buffers that NCCL registers with all ranks (symmetric memory).
     """
@@ -53,6 +57,8 @@ class Parallelism:
     reshard_after_forward: str = field(default="auto", metadata={"choices": ("auto", "always", "never")})
     cpu_offload: bool = False
     symmetric_memory: bool = field(default=False, metadata={"before": False})
+    # Older runs computed what `auto` is up to the rounding of sums.
+    reduce_gradients: str = field(default="auto", metadata={"choices": ("auto", "each", "last"), "before": "auto"})
 
     @property
     def frees_after_forward(self) -> bool:

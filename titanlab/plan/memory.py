@@ -201,22 +201,37 @@ def _moments(
     block = max((pieces[piece] for piece in own if is_in_block(piece)), default=NOTHING)
     accumulates = recipe.microbatches > 1 or layout.pipeline > 1
     stored = {"parameters": whole.parameters, "optimizer": whole.optimizer}
-    gathered, buffers, unreduced, reducing, kept = 0, 0, 0, 0, 0
+    # Whole gradients stay between microbatches.
+    sums_whole = fsdp and accumulates and not recipe.reduces_each
+    gathered, buffers, between, unreduced, reducing, kept = 0, 0, 0, 0, 0, 0
+    # Without FSDP2 gradients are summed in place.
+    gradients = whole.parameters if accumulates and not sums_whole else 0
     if fsdp:
         reshards = config.frees_after_forward
         gathered = edges.gathered + _GATHERED_BLOCKS * block.gathered if reshards else whole.gathered
         gathered = min(gathered, whole.gathered)
         # FSDP2 gathers into a separate buffer, and copies the parameters out of it.
         buffers = block.gathered if reshards else 0
-        unreduced = whole.unreduced if accumulates else edges.gradients
+        if sums_whole:
+            between = unreduced = whole.unreduced
+        else:
+            unreduced = edges.gradients
+            if accumulates:
+                # The input of the last reduction is freed at the next one.
+                between = edges.unreduced
+            if layout.pipeline > 1:
+                # Only blocks reduce in each backward.
+                unreduced, between = edges.unreduced, edges.unreduced + block.unreduced
+            if accumulates and layout.replicate > 1:
+                # Replicas are summed once per step; until then shards are in the precision of the reduction.
+                shards = gradients // formats.master_bytes * formats.reduce_bytes
+                gradients, between, unreduced = 0, between + shards, unreduced + shards
         # FSDP2 reduces the unit of the pieces outside blocks last.
         reducing = max(block.gradients + _REDUCED_BLOCKS * block.unreduced, block.unreduced + edges.unreduced)
     if fsdp and config.symmetric_memory:
         buffers = _SYMMETRIC_GATHERS * block.gathered + edges.gathered
         # Symmetric memory is a separate pool, which other tensors cannot use.
         kept = buffers + max(block.unreduced, edges.unreduced)
-    # Without FSDP2 gradients are summed in place.
-    gradients = 0 if fsdp or not accumulates else whole.parameters
     # Messages of pipeline parallelism, and a gathered or unsummed residual stream of tensor parallelism.
     messages = 2 * hidden if layout.pipeline > 1 else 0
     if layout.tensor > 1 and config.sequence_parallel:
@@ -228,14 +243,14 @@ def _moments(
         "loss": {
             **start,
             "gradients": gradients,
-            "unreduced gradients": unreduced if accumulates else 0,
+            "unreduced gradients": between,
             "logits and loss": _loss(recipe, share, own),
             "communication buffers": kept + messages,
         },
         "backward": {
             **start,
             "gradients": gradients,
-            "unreduced gradients": unreduced + (0 if accumulates else reducing),
+            "unreduced gradients": unreduced + (0 if sums_whole else reducing),
             "backward of a block": backward,
             "communication buffers": buffers + messages,
         },

@@ -31,7 +31,7 @@ from titanlab.plan.memory import (
     stored_pieces,
 )
 from titanlab.plan.pipeline_time import least_time
-from titanlab.plan.space import Choice, LayoutSpace, SpacePoint
+from titanlab.plan.space import Choice, LayoutSpace, SpacePoint, reducing_each
 from titanlab.plan.stages import model_facts, placement_of, share_of, splits_backward
 from titanlab.plan.step_time import StepTime, least_seconds, step_time
 from titanlab.recipe import Recipe
@@ -51,7 +51,7 @@ class RecipeGroup(NamedTuple):
         return SpacePoint(layout, self.microbatch, schedule, self.ac, self.precision, self.compile)
 
 
-def least_memory(recipe: Recipe, schedules: Sequence[Choice]) -> float:
+def least_memory(recipe: Recipe, schedules: Sequence[Choice], *, reduces_each: bool = False) -> float:
     """A lower bound of the bytes of the rank with most memory, for all recipes of a group.
 
     Parameters are sharded over all processes that read other sequences, and ranks of a pipeline have equal parts of the
@@ -60,6 +60,7 @@ def least_memory(recipe: Recipe, schedules: Sequence[Choice]) -> float:
     Args:
         recipe: one of the group.
         schedules: of the pipeline; the schedule that keeps the fewest microbatches counts.
+        reduces_each: gradients may be reduced after each microbatch.
     """
     layout, model, formats, parallelism = recipe.layout, recipe.model, recipe.precision.formats(), recipe.parallelism
     shards = layout.data * layout.context
@@ -68,7 +69,8 @@ def least_memory(recipe: Recipe, schedules: Sequence[Choice]) -> float:
     needed = 0.0 if parallelism.cpu_offload else float(whole.parameters + whole.optimizer)
     accumulates = recipe.microbatches > 1 or layout.pipeline > 1
     if accumulates and (layout.context > 1 or formats.mixed):
-        needed += whole.unreduced + (whole.gathered if parallelism.reshard_after_forward == "never" else 0)
+        needed += whole.unreduced // shards if reduces_each else whole.unreduced
+        needed += whole.gathered if parallelism.reshard_after_forward == "never" else 0
     shape = (model, share_of(recipe), recipe.microbatch, recipe.training.seq_len)
     saved = float(saved_bytes(recipe.ac, *shape))
     if layout.pipeline > 1:
@@ -135,11 +137,20 @@ class RecipeRanking:
         recipe = self.space.recipe_of(point)
         memory = most_memory(recipe)
         reserved = reserved_bytes(recipe, self.machine, memory)
+        if reserved > self.limit and recipe.layout.fsdp > 1 and self._may_reduce_each(recipe):
+            recipe = reducing_each(recipe)
+            memory = most_memory(recipe)
+            reserved = reserved_bytes(recipe, self.machine, memory)
         if reserved > self.limit:
             self._leave_out(reserved, recipe, 1)
             return None
         time = step_time(recipe, self.machine)
         return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved)
+
+    def _may_reduce_each(self, recipe: Recipe) -> bool:
+        """Whether the planner may reduce a recipe's gradients after each microbatch: as `auto`, in no pipeline."""
+        is_open = self.space.recipe.parallelism.reduce_gradients == "auto"
+        return is_open and recipe.microbatches > 1 == recipe.layout.pipeline
 
     def _in_order(self) -> Iterator[Ranked]:
         counter = itertools.count()
@@ -182,7 +193,8 @@ class RecipeRanking:
     def _fits(self, group: RecipeGroup, schedules: Sequence[Choice]) -> bool:
         """Whether the smallest possible memory fits; if not, counts and leaves out the recipes."""
         recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
-        needed = self.machine.reserved_bytes(least_memory(recipe, schedules))
+        each = recipe.reduces_each or self._may_reduce_each(recipe)
+        needed = self.machine.reserved_bytes(least_memory(recipe, schedules, reduces_each=each))
         if needed > self.limit:
             self._leave_out(needed, recipe, len(group.layouts) * len(schedules))
         return needed <= self.limit

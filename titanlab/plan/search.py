@@ -304,6 +304,8 @@ def overrides(ranked: Ranked, base: Recipe) -> list[str]:
     arguments = [*degrees, f"training.microbatch={ranked.point.microbatch}", *_chosen("ac", ranked.point.ac.value)]
     if ranked.recipe.layout.pipeline > 1:
         arguments += _chosen("schedule", ranked.point.schedule.value)
+    if ranked.recipe.parallelism.reduce_gradients != base.parallelism.reduce_gradients:
+        arguments.append(f"parallelism.reduce_gradients={ranked.recipe.parallelism.reduce_gradients}")
     if ranked.recipe.precision != base.precision:
         arguments += _chosen("precision", ranked.recipe.precision)
     if ranked.recipe.compile != base.compile:

@@ -142,6 +142,9 @@ class LayoutSpace:
         self._tensor_broken = functools.cache(self._tensor_rule)
         self._legal = functools.cache(self._legal_schedules)
         self._parallelism = functools.cache(self._with_degrees)
+        self._reducing_last = functools.cache(
+            lambda layout: dataclasses.replace(self._parallelism(layout), reduce_gradients="last")
+        )
         self._training = functools.cache(lambda size: dataclasses.replace(recipe.training, microbatch=size))
 
     def layouts(self) -> list[Layout]:
@@ -221,6 +224,9 @@ class LayoutSpace:
             precision=point.precision.value,
             compile=point.compile.value,
         )
+        if recipe.parallelism.reduce_gradients == "auto" and recipe.reduces_each:
+            # The faster choice; where it does not fit, the ranking takes the other.
+            vars(recipe).update(parallelism=self._reducing_last(point.layout))
         return recipe
 
     def broken_rule(self, recipe: Recipe) -> str:
@@ -287,6 +293,16 @@ class LayoutSpace:
             # A split by hand fits one number of stages only.
             split=own.split if layout.pipeline == self.recipe.layout.pipeline else None,
         )
+
+
+def reducing_each(recipe: Recipe) -> Recipe:
+    """The recipe with a reduction of gradients after each microbatch, as `auto` if that is the same."""
+    found = copy.copy(recipe)
+    for choice in ("auto", "each"):
+        vars(found).update(parallelism=dataclasses.replace(recipe.parallelism, reduce_gradients=choice))
+        if found.reduces_each:
+            break
+    return found
 
 
 def _broken(check: Callable[..., None], *given: Any, **named: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from titanlab.costs import (
@@ -145,11 +145,17 @@ def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts:
     freed, kept = freed_and_kept(blocks, reshards=recipe.parallelism.frees_after_forward)
     gather, reduce = block.gather, block.scatter + block.replicas
     ahead_exposed, back_exposed = exposed(ahead, gather, machine), exposed(back, gather, machine)
+    # Microbatches before the last one that reduce too.
+    more = microbatches - 1 if recipe.reduces_each else 0
     # The next forward hides a gather, and the backward hides the gather of the block before and the reduction of the
-    # block after. Reductions run in the backward of the last microbatch only.
-    hidden = freed * (microbatches * ahead_exposed + (microbatches - 1) * back_exposed)
-    hidden += freed * exposed(back, gather + reduce, machine)
-    hidden += kept * (ahead_exposed + exposed(back, reduce, machine))
+    # block after.
+    hidden = freed * (microbatches * ahead_exposed + (microbatches - 1 - more) * back_exposed)
+    hidden += freed * (exposed(back, gather + reduce, machine) + more * exposed(back, gather + block.scatter, machine))
+    hidden += kept * (ahead_exposed + exposed(back, reduce, machine) + more * exposed(back, block.scatter, machine))
+    # The next forward hides the last reductions of the microbatch before. In a pipeline only blocks reduce more often.
+    more_edges = more if layout.pipeline == 1 else 0
+    ends = block.scatter + edges.scatter * (more_edges > 0)
+    hidden += more * exposed(stage.whole.ahead, ends, machine)
     # No computation hides the first gathers and the last reductions.
     share = block.replicas / (gather * (1 + (freed > 0)) + reduce) if reduce else 0.0
     parts["replicate"] += share * hidden + block.replicas + edges.replicas
@@ -163,7 +169,8 @@ def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts:
     reduced = formats.compute_bytes + formats.reduce_bytes
     gather_block, gather_edges = ((2 * unit.gathered_bytes + unit.elements * cast) / rate for unit in (block, edges))
     reduce_block, reduce_edges = (unit.elements * reduced / rate for unit in (block, edges))
-    parts["compute"] += gathers * gather_block + blocks * reduce_block + (gather_edges + reduce_edges)
+    parts["compute"] += gathers * gather_block + gather_edges
+    parts["compute"] += (1 + more) * blocks * reduce_block + (1 + more_edges) * reduce_edges
 
 
 def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
@@ -194,7 +201,8 @@ class ShardingTraffic(NamedTuple):
 
 def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> ShardingTraffic:
     """FSDP2's communication for the pieces of one stage."""
-    rows, layout = rows_of(add_sharding, step, Coordinate(), 0, pieces), step.layout
+    once = replace(step, reduces_each=False)
+    rows, layout = rows_of(add_sharding, once, Coordinate(), 0, pieces), step.layout
     fsdp, replicate = (axis_of(layout, name, machine.per_node) for name in ("fsdp", "replicate"))
     experts = axis_of(layout, "expert_shard", machine.per_node)
     gathers = [row for row in rows if row.kind == "all_gather"]
