@@ -65,7 +65,10 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         recipe = dataclasses.replace(recipe, cluster=cluster)
     cluster = recipe.cluster
     if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
-        rule = "names no GPU, and a plan is for machines whose facts are known"
+        rule, known = "names no GPU, and a plan is for machines whose facts are known", "name one, such as cluster=h100"
+        if cluster.device == "cpu":
+            # A recipe for GPUs says so after the cluster has been chosen.
+            rule, known = "is no GPU, and cluster.accelerator=cuda", "try cluster=h100, or add cluster.accelerator=cpu"
         raise ConfigError("cluster.device", cluster.device, rule, known)
     if not stands:
         world = recipe.world
