@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,13 +27,15 @@ from titanlab.techniques.schedule.contract import PipelineSchedule
 
 # Groups that vary only on request.
 VARIED = ("precision", "compile")
+# Names of such groups; or their configs, by group: none stands for all.
+Vary = Mapping[str, Sequence[Any]] | Sequence[str]
 
 
-def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
+def choices_of(recipe: Recipe, *, vary: Vary = ()) -> Choices:
     """The choices for a resolved recipe: its own first.
 
     Args:
-        vary: names of groups in `VARIED`; the others stay as the recipe has them.
+        vary: groups in `VARIED`; the others stay as the recipe has them.
 
     Raises:
         ConfigError: a name is not in `VARIED`.
@@ -41,16 +43,19 @@ def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
     for name in vary:
         if name not in VARIED:
             rule = "cannot be varied" if name else "names no group"
-            raise ConfigError("--vary", name, rule, f"try {' or '.join(VARIED)}; all else varies anyway")
+            cure = f"try {', '.join(VARIED)} or cluster=h100,h200; all else varies anyway"
+            raise ConfigError("--vary", name, rule, cure)
+    given = vary if isinstance(vary, Mapping) else dict.fromkeys(vary, ())
     schedules = [other for schedule in _defaults("schedule") for other in schedule.alternatives()]
     # Not the policies that leave recomputation to a compiler: their memory cannot be predicted.
     acs = [policy for policy in _defaults("ac") if policy.compiler_budget() is None]
-    compiles = [Compile(), Compile(blocks=True, loss=True)] if "compile" in vary else []
+    all_of = {"precision": _defaults("precision"), "compile": [Compile(), Compile(blocks=True, loss=True)]}
+    varied = {name: given[name] or all_of[name] for name in given}
     return Choices(
         schedules=_named([recipe.schedule, *schedules], _name_of_schedule),
         acs=_named([recipe.ac, *acs], _name),
-        precisions=_named([recipe.precision, *(_defaults("precision") if "precision" in vary else [])], _name),
-        compiles=_named([recipe.compile, *compiles], _name_of_compile),
+        precisions=_named([recipe.precision, *varied.get("precision", ())], _name),
+        compiles=_named([recipe.compile, *varied.get("compile", ())], _name_of_compile),
     )
 
 
