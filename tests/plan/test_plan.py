@@ -16,7 +16,7 @@ from titanlab.parallelism import Parallelism
 from titanlab.plan import for_planning, most_memory, no_collection, plan, space
 from titanlab.plan.ranking import least_memory
 from titanlab.plan.search import MARGIN, overrides, summary
-from titanlab.plan.space import SpacePoint, all_layouts, choices_of
+from titanlab.plan.space import SpacePoint, choices_of
 from titanlab.recipe import Cluster
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.schedule.published_schema import Interleaved1F1B
@@ -46,9 +46,16 @@ def test_a_world_that_no_recipe_may_have_is_refused_at_once(world):
 def test_machines_of_which_nothing_is_known_are_refused():
     elsewhere = planned(cluster=Cluster(accelerator="auto"), launch=Slurm(minutes=10))
     assert refusal(for_planning, elsewhere).startswith("cluster.accelerator=auto: is whatever a node has")
-    for device in (None, "cpu"):
-        nameless = planned(cluster=Cluster(accelerator="cuda", device=device))
-        assert refusal(for_planning, nameless).startswith(f"cluster.device={device or 'null'}: names no GPU")
+    nameless = planned(cluster=Cluster(accelerator="cuda"))
+    assert refusal(for_planning, nameless).startswith("cluster.device=null: names no GPU")
+
+
+def test_the_cure_for_cpus_with_a_recipe_for_gpus_works():
+    on_cpus = Cluster(accelerator="cuda", device="cpu", per_node=8)
+    cure = "try cluster=h100, or add cluster.accelerator=cpu"
+    assert refusal(for_planning, planned(cluster=on_cpus)).endswith(f"is no GPU, and cluster.accelerator=cuda; {cure}")
+    cured = dataclasses.replace(on_cpus, accelerator="cpu")
+    assert plan(for_planning(planned(world=2, batch=2, seq_len=256, cluster=cured)), top=1).best
 
 
 @pytest.mark.parametrize("top", [0, -1, 1001])
@@ -91,7 +98,8 @@ def test_where_no_layout_divides_the_batch_others_are_named():
 def test_the_neighbours_of_a_large_prime_are_not_searched_whole(monkeypatch):
     """It took minutes: 256 worlds with up to 30,000 layouts each."""
     searched = []
-    monkeypatch.setattr(space, "all_layouts", lambda world: (searched.append(world), all_layouts(world))[1])
+    whole = space._without_experts
+    monkeypatch.setattr(space, "_without_experts", lambda world: (searched.append(world), whole(world))[1])
     found = plan(for_planning(planned(world=100_003)), top=1)
     assert (found.ranking.listed, found.best, len(found.advice)) == (0, [], 1)
     assert found.advice[0].startswith("or another batch: training.global_batch=100003")

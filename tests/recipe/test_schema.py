@@ -81,7 +81,18 @@ def test_a_preset(name):
 
 
 def test_there_is_one_for_each_kind_of_node():
-    assert PRESETS == ["a100_40gb", "a100_80gb", "b200", "cpu", "gb200", "h100", "h100_96gb", "h200"]
+    assert PRESETS == [
+        "a100_40gb",
+        "a100_80gb",
+        "b200",
+        "cpu",
+        "gb200",
+        "h100",
+        "h100_100gbe",
+        "h100_25gbe",
+        "h100_96gb",
+        "h200",
+    ]
 
 
 # The YAMLs of options hold only what differs from the defaults of their dataclasses

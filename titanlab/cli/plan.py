@@ -24,6 +24,7 @@ from titanlab.plan import (
     time_rows,
     traffic_rows,
 )
+from titanlab.plan.space import VARIED
 from titanlab.recipe import Recipe, read_flags
 from titanlab.sweep import aligned
 from titanlab.system import Console, counted, grouped
@@ -57,19 +58,59 @@ def plan_verb(args: Namespace) -> int:
             if args.explain:
                 code = _explain(for_planning(recipe, stands=True), args, console)
             else:
-                result = plan(for_planning(recipe), vary=args.vary, top=_TOP if args.top is None else args.top)
-                values = json_text(search.plan_values(result)) if args.json else ""
-                console.note(values or "\n".join(_lines(result, why=args.why)))
-                code = 0 if result.best else ConfigError.exit_code
+                code = _plan(recipe, args, console)
         # Otherwise Python would look through all small objects of the search at its exit (a tenth of a second).
         gc.freeze()
     return code
 
 
+def _varied(text: str) -> dict[str, list[str]]:
+    """The options to vary by group, from `precision,cluster=h100,h200`; an empty list stands for all of them."""
+    groups: dict[str, list[str]] = {}
+    for part in text.split(",") if text else ():
+        group, equals, option = part.partition("=")
+        if equals or not groups or group in VARIED:
+            groups[group] = [option] if equals else []
+        else:
+            groups[next(reversed(groups))].append(part)
+    if "cluster" in groups and not all(groups["cluster"] or [""]):
+        raise ConfigError("--vary", text, "names no machines", "try cluster=a100_80gb,h100,h200")
+    return groups
+
+
+def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
+    """Plan for the recipe's machine, or for each that --vary names."""
+    clusters = args.vary.pop("cluster", [])
+    vary = {
+        group: [getattr(_recipe([*args.rest, f"{group}={option}"]), group) for option in options]
+        for group, options in args.vary.items()
+    }
+    top = (1 if clusters else _TOP) if args.top is None else args.top
+    if not clusters:
+        result = plan(for_planning(recipe), vary=vary, top=top)
+        lines, values = _lines(result, why=args.why), search.plan_values(result)
+        console.note(json_text(values) if args.json else "\n".join(lines))
+        return 0 if result.best else ConfigError.exit_code
+    recipes = {name: _recipe([*args.rest, f"cluster={name}"]) for name in dict.fromkeys(clusters)}
+    plans = {name: plan(for_planning(each), vary=vary, top=top) for name, each in recipes.items()}
+    if args.json:
+        console.note(json_text({name: search.plan_values(each) for name, each in plans.items()}))
+    else:
+        lines = [line for each in plans.values() for line in (search.title(each), *each.ranking.machine.notes)]
+        lines += aligned(("cluster", *search.HEADINGS[1:]), search.machine_rows(plans), right=search.FIGURES)
+        for name, each in plans.items():
+            if each.best:
+                lines.append(f"the first on {name}: {' '.join(search.overrides(each.best[0], each.base))}")
+            if args.why:
+                lines += ["", name, *(search.reasons(each.best) if each.best else each.advice), *search.left_out(each)]
+        console.note("\n".join(lines))
+    return 0 if any(each.best for each in plans.values()) else ConfigError.exit_code
+
+
 def _check(args: Namespace) -> None:
-    args.vary = args.vary.split(",") if args.vary else []
+    args.vary = _varied(args.vary)
     # A flag with the value 0 is given, although 0 equals False.
-    given = [name for name, value in vars(args).items() if value is not None and value is not False and value != []]
+    given = [name for name, value in vars(args).items() if value is not None and value is not False and value != {}]
     if "plot" in given and not args.explain:
         raise ConfigError("--plot", args.plot, "draws the timeline of one recipe", "add --explain")
     if args.rank and not args.trace:
@@ -142,6 +183,7 @@ def _explain(recipe: Recipe, args: Namespace, console: Console) -> int:
         "",
         *aligned(("part", "seconds", "share"), time_rows(time), right=("seconds", "share")),
         f"{grouped(time.tokens_per_second)} tokens/s a device, MFU {100 * time.mfu:.1f} %",
+        str(search.whole_model(recipe)),
     ]
     if account.traffic:
         figures = ("count", "bytes", "sent")

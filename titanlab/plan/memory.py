@@ -432,6 +432,7 @@ def block_bytes(
     return tuple(kinds), kind_of
 
 
+@functools.lru_cache(maxsize=8192)
 def saved_bytes(ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> int:
     """Bytes that all blocks keep between forward and backward."""
     kinds, kind_of = block_bytes(ac, model, share, microbatch, seq_len)

@@ -20,7 +20,7 @@ from titanlab.costs import (
 from titanlab.plan.block_time import exposed, model_time, rows_of, seconds_of
 from titanlab.plan.machine import Machine, axis_of
 from titanlab.plan.memory import stored_pieces
-from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, least_time, pipeline_time, rank_stages
+from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, pipeline_time, rank_stages
 from titanlab.plan.stages import Seen, message_bytes, model_facts
 from titanlab.recipe import Recipe, step_of
 
@@ -45,18 +45,30 @@ class StepTime:
     mfu: float
 
 
-def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = pipeline_time) -> StepTime:
+# The parts of a step for its blocks and its pipeline, and the sums of the busiest rank.
+BlocksTime = tuple[dict[str, float], RankTime]
+
+
+def step_time(
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    pipeline: PipelineEstimate = pipeline_time,
+    blocks: BlocksTime | None = None,
+) -> StepTime:
     """Estimate the time of a step.
 
     Args:
         pipeline: gives the time of a pipeline. `simulated_time` simulates each action; `pipeline_time` is within 1 % of
             that, from a shorter simulation that recipes share; `least_time` is a bound.
+        blocks: the times of `blocks_time`, if they are known.
 
     Raises:
         ConfigError: the pipeline's split or schedule does not fit the model or the batch.
     """
     formats, fsdp = recipe.precision.formats(), _is_fsdp(recipe)
-    parts, busiest = _blocks(recipe, machine, pipeline)
+    known, busiest = blocks or blocks_time(recipe, machine, pipeline)
+    parts = dict(known)
     _add_data_parallel(recipe, machine, busiest, parts)
     # The optimizer reads and writes parameters, gradients (which have the size of the parameters) and states.
     pieces = stored_pieces(
@@ -79,15 +91,12 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
     return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
 
 
-def least_seconds(recipe: Recipe, machine: Machine) -> float:
+def least_seconds(recipe: Recipe, machine: Machine, blocks: BlocksTime) -> float:
     """A lower bound of the seconds of a step, the same for all recipes that differ only in `replicate` and `shard`.
 
     Includes the blocks, the pipeline's bound and the stragglers, but not data parallelism and the optimizer.
-
-    Raises:
-        ConfigError: as `step_time`.
     """
-    seconds = sum(_blocks(recipe, machine, least_time)[0].values())
+    seconds = sum(blocks[0].values())
     return seconds + _straggling(recipe, machine, seconds)
 
 
@@ -101,8 +110,12 @@ def _straggling(recipe: Recipe, machine: Machine, seconds: float) -> float:
     return seconds * machine.efficiencies.stragglers * math.log2(nodes)
 
 
-def _blocks(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) -> tuple[dict[str, float], RankTime]:
-    """The parts of a step for its blocks and its pipeline, and the sums of the busiest rank."""
+def blocks_time(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) -> BlocksTime:
+    """Does not depend on `replicate` and `shard`, only on their product.
+
+    Raises:
+        ConfigError: as `step_time`.
+    """
     layout, schedule, microbatches = recipe.layout, recipe.schedule, recipe.microbatches
     times = model_time(recipe, machine)
     busiest, stages = rank_stages(times, schedule, recipe.parallelism.split, layout.pipeline)
@@ -139,7 +152,8 @@ def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts:
             summing = machine.collective_seconds(axis, wire, count=buckets, hops=2 * (axis.ranks - 1))
             parts["replicate"] += exposed(stage.whole.back, summing * (1 - 1 / buckets), machine) + summing / buckets
         return
-    seen = Seen((recipe.model, recipe.precision, layout), recipe)
+    # Each unit counts once, and the pipeline is the outermost axis: its degree changes nothing.
+    seen = Seen((recipe.model, recipe.precision, replace(layout, pipeline=1)), recipe)
     block, edges = _sharding(seen, machine, (facts.block,)), _sharding(seen, machine, stage.edges)
     ahead, back = stage.own.ahead / max(1, blocks), stage.own.back / max(1, blocks)
     freed, kept = freed_and_kept(blocks, reshards=recipe.parallelism.frees_after_forward)
@@ -225,5 +239,7 @@ def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Shardi
 
 @functools.lru_cache(maxsize=16384)
 def _sharding(seen: Seen, machine: Machine, pieces: tuple[str, ...]) -> ShardingTraffic:
-    step = step_of(seen.recipe, account=model_facts(seen.recipe.model).sample)
+    recipe = seen.recipe
+    layout = replace(recipe.layout, pipeline=1)
+    step = replace(step_of(recipe, account=model_facts(recipe.model).sample), layout=layout)
     return sharding_of(step, pieces, machine)
