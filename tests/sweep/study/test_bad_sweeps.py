@@ -52,6 +52,7 @@ ARGUMENTS = [
     ("optimizer.lr=range(1.0,0,-1e-9)", "optimizer.lr=range(1.0,0,-1e-9): are 1000000000 values", ""),
     ("seed=range(0,10,0)", "seed=range(0,10,0): has no end of values", "a step that is not 0"),
     ("optimizer.lr=range(0,inf)", "optimizer.lr=range(0,inf): has no end of values", ""),
+    ("training.global_batch=-1", "training.global_batch=-1: must be at least 1", ""),
     ("model=debgu", "model=debgu: is no option", "try debug"),
     ("precision=glob(x*)", "precision=glob(x*): fits no value", ""),
     ("hydra/launcher=mine", "hydra/launcher=mine: would run the points by itself", "launch=slurm"),
