@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny
-from tests.prove.test_experts import MODELS, traced
+from tests.prove.test_experts import MODELS
 from titanlab.checkpoint import latest, load_state, read_contents, store
 from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
@@ -59,7 +59,7 @@ def test_degrees_2_4_and_1(pool, tmp_path):
         tmp_path / "a", model=MODELS["qwen3"], steps=STEPS, global_batch=8, shard=2, tensor=2, expert=2, every=STEPS
     )
     place = tiny.begin(first)
-    wanted = pool.run(4, traced, first, place)[0].parameters
+    wanted = pool.run(4, tiny.traced, first, place)[0].parameters
     for number, layout in enumerate(LATER):
         steps = STEPS + 1 + number
         made = tiny.recipe(

@@ -12,6 +12,7 @@ import pytest
 
 from tests.data.conftest import silent, text
 from tests.data.test_streams import global_steps
+from tests.refusals import refusal
 from titanlab.data import hf, source
 from titanlab.data.corpus import is_held_out
 from titanlab.data.hf import StreamDocuments
@@ -335,13 +336,6 @@ def test_a_part_that_cannot_be_read_is_named_and_an_error_of_the_network_is_not(
         texts(documents_of([["a", ConnectionError("gone")]], streams=1), 2)
 
 
-def refusal(**given):
-    with pytest.raises(ConfigError) as caught:
-        HuggingFace(**given)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("given", "line"),
     [
@@ -361,4 +355,4 @@ def refusal(**given):
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_line(given, line):
-    assert refusal(**given).startswith(line)
+    assert refusal(HuggingFace, **given).startswith(line)

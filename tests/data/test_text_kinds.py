@@ -11,6 +11,7 @@ import pytest
 
 from tests.data.conftest import silent, text
 from tests.data.test_streams import SEQ, folder_of, global_steps
+from tests.refusals import refusal
 from titanlab.data import source, write_token_shards
 from titanlab.data.corpus import is_held_out, library_of_python
 from titanlab.data.schema import Files, Stdlib, TokenFolder
@@ -213,12 +214,6 @@ def reader_of(corpus, model_file, cache):
         return reader
 
     return make
-
-
-def refusal(action, *given, **more):
-    with pytest.raises(ConfigError) as caught:
-        action(*given, **more)
-    return str(caught.value)
 
 
 def test_before_it_is_prepared_there_is_no_index(reader_of):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from tests import tiny
-from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
+from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped
 from tests.pool import RankFailure
 from tests.train.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.checkpoint.folders import step_folder
@@ -142,12 +143,8 @@ def test_muons_momentum_in_bf16_is_not_divided_in_place():
 
 @pytest.mark.full
 @pytest.mark.parametrize("schema", BANDS)
-def test_a_layout_trains_as_one_process(pool, tmp_path, schema):
-    def trained(**layout):
-        made = tiny.recipe(tmp_path, layers=4, steps=5, global_batch=8, optimizer=in_blocks(schema), **layout)
-        return pool.run(made.world, traced, made, tiny.begin(made))[0]
-
-    hold_layouts(trained, BANDS[schema])
+def test_a_layout_trains_as_one_process(traces, schema):
+    hold_layouts(partial(traces, layers=4, steps=5, global_batch=8, optimizer=in_blocks(schema)), BANDS[schema])
 
 
 @pytest.mark.parametrize(

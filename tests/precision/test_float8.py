@@ -228,10 +228,6 @@ def test_scales_are_those_of_whole_weights(pool, tmp_path, layout):
             assert {computed} == {other for other in others if other is not None}, name
 
 
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
 class Beginner(parity.Tracer):
     """Also keeps the parameters that the first step has used."""
 
@@ -274,7 +270,7 @@ def test_a_run_goes_on_under_another_layout_and_precision(pool, tmp_path, before
     keys = {"kv_heads": 4, "global_batch": 4, "microbatch": 1, "eps": 1e-6}
     first = tiny.recipe(tmp_path, precision=before, steps=2, name="first", **keys, **layout)
     run = tiny.begin(first)
-    saved = pool.run(first.world, traced, first, run)[0]
+    saved = pool.run(first.world, tiny.traced, first, run)[0]
     second = tiny.recipe(tmp_path, precision=after, steps=3, name="second", load_from=str(run.path), **keys, **other)
     parameters, trace = pool.run(second.world, begun, second, tiny.begin(second))[0]
     assert len(trace.losses) == 1
@@ -284,7 +280,7 @@ def test_a_run_goes_on_under_another_layout_and_precision(pool, tmp_path, before
 def test_a_checkpoint_knows_nothing_of_float8(pool, tmp_path):
     made = tiny.recipe(tmp_path, precision=Float8Tensorwise(), steps=2, shard=2)
     run = tiny.begin(made)
-    trained = pool.run(2, traced, made, run)[0]
+    trained = pool.run(2, tiny.traced, made, run)[0]
     folder = latest(run.checkpoints)
     assert not any(b"torchao" in path.read_bytes() for path in folder.iterdir())
     # As `titanlab generate` loads it: a plain model of one process.
@@ -299,9 +295,9 @@ def test_a_run_resumes_in_float8_as_if_it_had_not_stopped(pool, tmp_path):
     given = {"precision": Float8Tensorwise(), "steps": 3, "shard": 2}
     straight = tiny.recipe(tmp_path, name="straight", every=2, keep=0, **given)
     run = tiny.begin(straight)
-    whole = pool.run(2, traced, straight, run)[0]
+    whole = pool.run(2, tiny.traced, straight, run)[0]
     again = tiny.recipe(tmp_path, name="again", load_from=str(checkpoints(run.checkpoints)[0]), **given)
-    rest = pool.run(2, traced, again, tiny.begin(again))[0]
+    rest = pool.run(2, tiny.traced, again, tiny.begin(again))[0]
     assert rest.losses == whole.losses[2:]
     assert same_bits(rest.parameters, whole.parameters)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 from tests.cover import cover
 from tests.planted_schema import Planted
 from titanlab.costs import AXES, Layout
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity
 from titanlab.techniques.schedule.csv_schema import CsvSchedule
 from titanlab.techniques.schedule.published_schema import (
     ZBV,
@@ -51,11 +48,6 @@ SCHEDULES = {
     "dualpipe_v": DualPipeV(),
     "csv": CsvSchedule(file=str(Path(__file__).parents[1] / "schedule" / "zero_bubble_2x4.csv")),
 }
-
-
-def traced(made, run):
-    """Train as the rank that the pool has made this worker; every rank returns the full trace."""
-    return parity.trace(made, run, joined(os.environ) or ALONE)
 
 
 @dataclass(frozen=True, eq=False)

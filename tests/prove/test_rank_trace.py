@@ -96,7 +96,7 @@ def test_what_is_traced_is_what_is_declared(pool, tmp_path, name):
     made = recipe(tmp_path, LAYOUTS[name])
     # The last rank has other shards, other chunks of sequences, and another stage of the pipeline than the first one.
     ranks = sorted({0, made.world - 1})
-    (traced,) = pool.run(1, accounts, made, ranks)
+    (traced,) = pool.run(1, accounts, made, ranks, limit_seconds=300)
     pairs = tuple((declared(made, rank), own) for rank, own in zip(ranks, traced, strict=True))
     found = TraceComparison(recipe=made, notes=(), pairs=pairs)
     assert found.differing == []

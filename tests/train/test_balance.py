@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests import tiny
 from tests.model.test_mixture_of_experts import model as made_layer
-from tests.prove.test_experts import SIZES, traced
+from tests.prove.test_experts import SIZES
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.errors import ConfigError
@@ -87,9 +87,9 @@ def test_a_resumed_run_goes_on_with_its_biases(pool, tmp_path, balance, layout):
     model = replace(MODEL, balance=balance, auxiliary_weight=1.0)
     made = recipe(tmp_path, model=model, steps=6, every=3, **layout)
     run = tiny.begin(made)
-    straight = pool.run(made.world, traced, made, run)[0]
+    straight = pool.run(made.world, tiny.traced, made, run)[0]
     (run.path / "checkpoints" / "step-00000006").rename(tmp_path / "away")
-    again = pool.run(made.world, traced, made, tiny.begin(made, run))[0]
+    again = pool.run(made.world, tiny.traced, made, tiny.begin(made, run))[0]
     assert (again.loads, again.losses) == (straight.loads[3:], straight.losses[3:])
 
 
@@ -108,7 +108,7 @@ def test_a_run_trains_on_the_auxiliary_loss_once(tmp_path):
     weight = 0.5
     model = replace(MODEL, balance="auxiliary_sequence", auxiliary_weight=weight)
     made = recipe(tmp_path, model=model, steps=2, max_grad_norm=None)
-    found = traced(made, tiny.begin(made)).gradients
+    found = tiny.traced(made, tiny.begin(made)).gradients
     plain = made.model.implementation().build(seq_len=32)
     initialise(plain, made.model.initial_values(), made.seed)
     stream = source.open_train(made.data, seed=made.seed, seq_len=32, global_batch=4, rank=0, ranks=1)

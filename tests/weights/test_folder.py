@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from titanlab.errors import ConfigError
+from tests.refusals import refusal
 from titanlab.techniques.model.contract import Foreign
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
 from titanlab.train import weights as module
@@ -29,13 +29,6 @@ from titanlab.train.weights import (
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}
 MODEL = Llama(**SIZES)
 PLAIN = dataclasses.asdict(MODEL)
-
-
-def refusal(action, *given):
-    with pytest.raises(ConfigError) as caught:
-        action(*given)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def source_of(folder, tensors, foreign):

@@ -14,9 +14,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
+from tests.refusals import refusal
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
-from titanlab.errors import ConfigError
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
 from titanlab.train import check_beginning, start_fingerprint
 from titanlab.train import starting_weights as module
@@ -26,13 +26,6 @@ SIZES = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "voca
 BIASED = Mixtral(**SIZES, experts=4, active_experts=2, balance="bias")
 BIASES = {"layers.0": [0.0, 0.1, -0.2, 0.0], "layers.1": [0.0, 0.0, 0.3, 0.0]}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-
-
-def refusal(action, *given):
-    with pytest.raises(ConfigError) as caught:
-        action(*given)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def theirs(folder, **config):
