@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 
@@ -255,6 +256,14 @@ def test_a_run_that_did_not_fail_explains_nothing(made, kind):
     assert explained(made, run) is None
 
 
+def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(made):
+    begin(run := made.run("a"))
+    (run.logs / "rank-0.log").unlink(missing_ok=True)
+    os.mkfifo(run.logs / "rank-0.log")
+    end(run, "crash")
+    assert explained(made, run) is None
+
+
 @pytest.mark.parametrize(("own", "shown"), [("of the result\n\n", "of the result"), (None, "of rank 3")])
 def test_the_traceback_is_the_results_or_else_that_of_the_rank_that_failed(made, own, shown):
     begin(run := made.run("a"))
@@ -277,7 +286,7 @@ def test_without_any_traceback_it_is_the_end_of_the_log(made):
     assert explained(made, run) == (f"end of {log}", "\n".join(f"line {number}" for number in range(70, 100)))
     # Of a log of one endless line only the end is read.
     log.write_text("a" * 200_000)
-    assert explained(made, run) == (f"end of {log}", "a" * 50_000)
+    assert explained(made, run) == (f"end of {log}", "a" * 2**16)
 
 
 def row_of(sweep, **given):
