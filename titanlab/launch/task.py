@@ -47,6 +47,8 @@ CLAIM_AGAIN_SECONDS = 30.0
 CLAIM_DEAD_SECONDS = 150.0
 # After this time without a result, ranks of a job that survives the loss of a node ask whether rank 0 is lost.
 ALONE_SECONDS = 30.0
+# A rank that was left out ends after this time without a sign of rank 0.
+_LEFT_OUT_SECONDS = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -157,7 +159,8 @@ def _follow(job: Job) -> int:
         if meeting.members and job.place.ranks.rank not in meeting.members:
             code = 0
             say(f"{job.run.path.name}: this rank is left out of attempt {meeting.attempt}")
-            outcome = await_end(job.run, meeting.attempt)
+            seconds = _LEFT_OUT_SECONDS
+            outcome = await_result(job.run, meeting.attempt, job.place.ranks.world, seconds=seconds, while_claimed=True)
         else:
             stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
             code = watched(job, recipe, meeting, stop)
@@ -205,23 +208,6 @@ def claim_run(
                 return error.rule
         else:
             return None
-
-
-_END_POLL_SECONDS = 2.0
-# A rank that was left out ends after this time without a sign of rank 0.
-_LEFT_OUT_SECONDS = 60.0
-
-
-def await_end(run: RunFolder, attempt: int) -> Outcome | None:
-    """The result of an attempt in which this process has no rank; None if rank 0 died without writing one."""
-    alone_since = time.monotonic()
-    while (result := run.result(attempt)) is None:
-        if run.is_claimed():
-            alone_since = time.monotonic()
-        elif time.monotonic() - alone_since > _LEFT_OUT_SECONDS:
-            return None
-        time.sleep(_END_POLL_SECONDS)
-    return result
 
 
 # After rank 0 has gone silent, ranks on other nodes wait for the scheduler to notice that its node is lost. Slurm needs

@@ -90,6 +90,14 @@ def test_a_run_that_cannot_be_read_is_not_started(sweep, lost):
     assert state(sweep).state == "ended"
 
 
+def test_a_job_whose_launcher_was_killed_runs_until_its_first_rank_has_ended(sweep):
+    run = begin(sweep)
+    run.write_status(Status(state="saving", pid=os.getppid()))
+    assert state(sweep).state == "running"
+    run.write_status(Status(state="saving", pid=2**22 + 1))
+    assert state(sweep).state == "ended"
+
+
 @pytest.mark.parametrize(
     ("word", "updated", "found"),
     [("running", 90, "ended"), ("running", 30, "running"), ("ended", 30, "ended"), ("prepared", 30, "ended")],

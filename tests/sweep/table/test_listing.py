@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 
@@ -221,6 +222,14 @@ def test_moments_are_those_of_this_place():
 def explained(made, run):
     (found,) = SweepTable(made.folder).rows()
     return failure_text(run, found)
+
+
+def test_a_pipe_in_the_place_of_a_log_is_not_waited_for(made):
+    begin(run := made.run("a"))
+    (run.logs / "rank-0.log").unlink(missing_ok=True)
+    os.mkfifo(run.logs / "rank-0.log")
+    end(run, "crash")
+    assert explained(made, run) is None
 
 
 @pytest.mark.parametrize(("own", "shown"), [("of the result\n\n", "of the result"), (None, "of rank 3")])
