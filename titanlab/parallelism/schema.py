@@ -9,7 +9,7 @@ from typing import Any
 
 from titanlab.costs import AXES, Layout
 from titanlab.errors import ConfigError
-from titanlab.options import option
+from titanlab.options import NOT_PRICED, option
 
 CHOICES = {
     "reshard_after_forward": ("auto", "always", "never"),
@@ -57,8 +57,8 @@ class Parallelism:
     context_method: str = "ring"
     split: tuple[Any, ...] | None = None
     reshard_after_forward: str = "auto"
-    cpu_offload: bool = False
-    symmetric_memory: bool = field(default=False, metadata={"before": False})
+    cpu_offload: bool = field(default=False, metadata=NOT_PRICED)
+    symmetric_memory: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

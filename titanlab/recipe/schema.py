@@ -8,7 +8,7 @@ from typing import Protocol
 
 from titanlab.costs import AUTO, Setting
 from titanlab.errors import ConfigError
-from titanlab.options import option
+from titanlab.options import NOT_PRICED, option
 
 ON_NAN = ("stop", "skip", "rollback")
 
@@ -53,7 +53,7 @@ class Training:
     microbatch: int | None = None
     loss_chunk: int | None = field(default=AUTO, metadata={"before": 0})
     max_grad_norm: float | None = 1.0
-    deterministic: bool = False
+    deterministic: bool = field(default=False, metadata=NOT_PRICED)
     validate_every: int = field(default=0, metadata={"identity": False})
     validation_sequences: int = field(default=32, metadata={"identity": False})
     log_every: int = field(default=10, metadata={"identity": False})
