@@ -154,7 +154,7 @@ def _recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def _lines(result: Plan, *, why: bool) -> list[str]:
-    lines = [search.title(result), *result.ranking.machine.notes]
+    lines = [search.title(result), *result.ranking.machine.notes, *search.not_priced(result.base)]
     if not result.best:
         return [*lines, "no layout works", *result.advice, *search.left_out(result)]
     lines += aligned(search.HEADINGS, search.table_rows(result), right=search.FIGURES)
@@ -184,6 +184,7 @@ def _explain(recipe: Recipe, args: Namespace, console: Console) -> int:
         *aligned(("part", "seconds", "share"), time_rows(time), right=("seconds", "share")),
         f"{grouped(time.tokens_per_second)} tokens/s a device, MFU {100 * time.mfu:.1f} %",
         str(search.whole_model(recipe)),
+        *search.not_priced(recipe),
     ]
     if account.traffic:
         figures = ("count", "bytes", "sent")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanlab.costs import AXES, Layout
-from titanlab.options import option
+from titanlab.options import NOT_PRICED, option
 
 
 @option("parallelism")
@@ -55,8 +55,8 @@ class Parallelism:
     context_method: str = field(default="ring", metadata={"choices": ("ring", "all_gather")})
     split: tuple[Any, ...] | None = None
     reshard_after_forward: str = field(default="auto", metadata={"choices": ("auto", "always", "never")})
-    cpu_offload: bool = False
-    symmetric_memory: bool = field(default=False, metadata={"before": False})
+    cpu_offload: bool = field(default=False, metadata=NOT_PRICED)
+    symmetric_memory: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
     # Older runs computed what `auto` is up to the rounding of sums.
     reduce_gradients: str = field(default="auto", metadata={"choices": ("auto", "each", "last"), "before": "auto"})
 

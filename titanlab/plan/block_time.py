@@ -297,7 +297,9 @@ class _Shaped:
             fused=recipe.compile.fuses_blocks,
             plan=self.step.account.plan,
             prefix=f"{self.facts.block}.",
-            products=recipe.precision.products(self.facts.sample),
+            products=recipe.precision.on_device(
+                accelerator=recipe.cluster.accelerator, device=str(recipe.cluster.device)
+            ).products(self.facts.sample),
         )
         self.operations = block_operations(model, recipe.microbatch, recipe.training.seq_len)
         self.times = self._times(self.operations, self.part)

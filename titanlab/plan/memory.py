@@ -315,6 +315,7 @@ class PieceBytes(NamedTuple):
         gathered: all parameters of the piece, in the precision in which they compute.
         gradients: of all parameters of the piece, in that precision.
         unreduced: the same gradients in the precision in which they are summed.
+        update_flops: of the optimizer's products.
     """
 
     parameters: int
@@ -322,6 +323,7 @@ class PieceBytes(NamedTuple):
     gathered: int
     gradients: int
     unreduced: int
+    update_flops: float = 0.0
 
 
 NOTHING = PieceBytes(0, 0, 0, 0, 0)
@@ -359,6 +361,7 @@ def stored_pieces(
                     gathered=elements * (1 if name in float8 else compute),
                     gradients=elements * compute,
                     unreduced=elements * reduce,
+                    update_flops=optimizer.update_flops(stored),
                 )
             )
         kinds[piece] = added(parts)

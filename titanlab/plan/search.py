@@ -218,6 +218,22 @@ def table_rows(plan: Plan, others: Sequence[Ranked] = ()) -> list[tuple[str, ...
     ]
 
 
+def not_priced(recipe: Recipe) -> list[str]:
+    """A line for each chosen option whose effect on the time of a step is not known."""
+    lines = []
+    for group in dataclasses.fields(recipe):
+        config = getattr(recipe, group.name)
+        for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
+            value = getattr(config, field.name)
+            if field.metadata.get("not_priced") and value != field.default:
+                lines.append(
+                    f"{group.name}.{field.name}={str(value).lower()}: its effect on the time of a step is not known"
+                )
+    if recipe.model.attention == "math":
+        lines.append("model.attention=math: its effect on the time of a step is not known")
+    return lines
+
+
 @dataclass(frozen=True, kw_only=True)
 class WholeModel:
     """What a step computes, without recomputation, and what parameters and optimizer take, over all devices."""
@@ -314,6 +330,7 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "global_batch": plan.base.training.global_batch,
         "seq_len": plan.base.training.seq_len,
         **dataclasses.asdict(whole_model(plan.base)),
+        "not_priced": not_priced(plan.base),
         "recipes": ranking.listed,
         "too_large": ranking.too_large,
         "dropped_layouts": dict(ranking.space.dropped),

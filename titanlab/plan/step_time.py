@@ -81,6 +81,8 @@ def step_time(
     moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
     world = axis_of(recipe.layout, "world", machine.per_node)
     parts["optimizer"] = moved / (machine.memory_bytes_per_second * machine.efficiencies.fused_memory)
+    update_flops = busiest.blocks * block.update_flops + sum(piece.update_flops for piece in others)
+    parts["optimizer"] += update_flops / (machine.product_rate("bfloat16") * machine.efficiencies.product)
     parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
     parts["stragglers"] = _straggling(recipe, machine, sum(parts.values()))
     seconds = sum(parts.values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from titanlab.costs import AUTO, Setting
-from titanlab.options import option
+from titanlab.options import NOT_PRICED, option
 
 
 @option("training")
@@ -52,7 +52,7 @@ class Training:
         metadata={"before": 0, "least": AUTO, "cure": "try 1024, 0 for whole logits, or -1 to choose by their size"},
     )
     max_grad_norm: float | None = field(default=1.0, metadata={"positive": True, "cure": "try 1.0, or null"})
-    deterministic: bool = False
+    deterministic: bool = field(default=False, metadata=NOT_PRICED)
     validate_every: int = field(default=0, metadata={"identity": False, "least": 0})
     validation_sequences: int = field(default=32, metadata={"identity": False, "least": 1})
     log_every: int = field(default=10, metadata={"identity": False, "least": 1})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from titanlab.costs import Setting
 from titanlab.errors import ConfigError
-from titanlab.options import option
+from titanlab.options import NOT_PRICED, option
 from titanlab.techniques.compile.contract import Compiler
 
 # torch's backends with which a model can train.
@@ -40,7 +40,7 @@ class Compile:
     blocks: bool = False
     loss: bool = field(default=False, metadata={"before": False})
     backend: str = "inductor"
-    mode: str = field(default="default", metadata={"before": "default", "choices": MODES})
+    mode: str = field(default="default", metadata={"before": "default", "choices": MODES, **NOT_PRICED})
 
     @property
     def compiles(self) -> bool:

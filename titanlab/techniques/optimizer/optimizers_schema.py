@@ -229,6 +229,14 @@ class Muon(Averaged):
             return parameter.part_bytes
         return super().state_bytes(parameter)
 
+    def update_flops(self, parameter: Stored) -> float:
+        """Each iteration X ← aX + (bA + cA²)X with A = XXᵀ; ranks share the matrices (K. Jordan et al., 2024)."""
+        if not self.applies_to(parameter.name, len(parameter.shape)):
+            return 0.0
+        short, long = sorted(parameter.shape)
+        share = math.prod(parameter.part) / math.prod(parameter.shape)
+        return self.newton_schulz_steps * (4.0 * short**2 * long + 2.0 * short**3) * share
+
     def implementation(self) -> OptimizerFactory:
         from titanlab.techniques.optimizer.muon import MuonFactory
 
