@@ -65,7 +65,7 @@ def state_of(status: Status, result: Outcome | None, submission: Submission | No
     if result is not None and submission is not None:
         # The result is of an earlier job; or its job puts itself back into the queue some seconds after it.
         is_earlier = result.ended < submission.created
-        may_return = is_earlier or (result.kind.automatic and submission.launch.get("requeue", False))
+        may_return = is_earlier or (result.kind.automatic and submission.launch.get("requeue", True))
     if word in WAITING or (word == "unknown" and may_return):
         return "queued"
     if result is not None and not (word == "running" and may_return):
