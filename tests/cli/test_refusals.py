@@ -465,6 +465,7 @@ layouts --by colour ⇒ arguments=layouts --by colour: argument --by: invalid ch
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 --top many ⇒ --top=many: must be a whole number; see `titanlab plan --help`
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 --vary optimizer ⇒ --vary=optimizer: cannot be varied; try precision, compile or cluster=h100,h200; all else varies anyway
 +recipe=llama3_1_8b_8gpus cluster=h100 --vary cluster ⇒ --vary=cluster: names no machines; try cluster=a100_80gb,h100,h200
++recipe=llama3_1_8b_8gpus cluster=h100 --vary training.steps=3 ⇒ --vary=training.steps: cannot be varied; try precision, compile or cluster=h100,h200; all else varies anyway
 +recipe=llama3_1_8b_8gpus cluster=h100 world=0 ⇒ world=0: must be at least 1; try world=8
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 cluster=local ⇒ cluster.device=null: names no GPU, and a plan is for machines whose facts are known; name one, such as cluster=h100
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 --plot a.svg ⇒ --plot=a.svg: draws the timeline of one recipe; add --explain

@@ -196,6 +196,14 @@ def test_progress_is_that_of_the_outcome_s_own_attempt(tmp_path):
     assert (outcome.step, outcome.steps, outcome.metrics) == (1, None, {})
 
 
+def test_an_end_outside_any_attempt_keeps_the_progress_of_the_result_before_it(tmp_path):
+    run = tiny.begin(tiny.recipe(tmp_path))
+    run.write_result(Outcome(kind=OutcomeKind.CRASH, step=7, steps=10, attempt=1, metrics={"loss": 2.0}))
+    (run.path / "status.json").unlink()
+    outcome = with_progress(run, Outcome(kind=OutcomeKind.CANCELLED, attempt=0))
+    assert (outcome.step, outcome.steps, outcome.metrics) == (7, 10, {"loss": 2.0})
+
+
 @pytest.mark.parametrize("name", ["mine.json", "mine"])
 def test_a_run_keeps_a_tokenizer_where_generate_and_export_look(name, tmp_path, monkeypatch):
     monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "cache"))
@@ -270,6 +278,13 @@ def test_as_long_as_a_process_may_be_left_nothing_is_written(tmp_path, how):
     run = left(tiny.begin(tiny.recipe(tmp_path)), **how)
     close_dead(run)
     assert run.result() is None
+
+
+def test_the_next_attempt_does_not_wait_for_a_status_whose_clock_was_ahead(tmp_path, monkeypatch):
+    monkeypatch.setattr("titanlab.launch.attempt._EARLIER_SECONDS", 0.3)
+    run = left(tiny.begin(tiny.recipe(tmp_path)), host="elsewhere", silent=-300.0)
+    close_earlier(run)
+    assert run.result(1).kind is OutcomeKind.CRASH
 
 
 def test_the_next_attempt_waits_for_ranks_whose_launcher_was_killed(tmp_path, monkeypatch):

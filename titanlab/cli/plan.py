@@ -81,8 +81,9 @@ def _varied(text: str) -> dict[str, list[str]]:
 def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
     """Plan for the recipe's machine, or for each that --vary names."""
     clusters = args.vary.pop("cluster", [])
+    # The search refuses other groups.
     vary = {
-        group: [getattr(_recipe([*args.rest, f"{group}={option}"]), group) for option in options]
+        group: [getattr(_recipe([*args.rest, f"{group}={option}"]), group) for option in options if group in VARIED]
         for group, options in args.vary.items()
     }
     top = (1 if clusters else _TOP) if args.top is None else args.top

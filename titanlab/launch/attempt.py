@@ -353,10 +353,12 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     # The store may be down, and may have ended the run for that reason; other records have the step too.
     with contextlib.suppress(StoreFault):
         saved = latest(checkpoints_of(run))
-    steps = [outcome.step, status.step if status else 0, step_of(saved) if saved else 0, *first_steps]
-    steps += [row["step"] for row in rows]
+    known = [each.step for each in (outcome, status, earlier) if each is not None]
+    known += [step_of(saved)] if saved is not None else []
+    known += [*first_steps, *(row["step"] for row in rows)]
     last = metrics_of(rows[-1]) if rows else earlier.metrics if earlier else {}
-    return replace(outcome, step=max(steps), steps=status.steps if status else None, metrics=outcome.metrics or last)
+    steps = status.steps if status else earlier.steps if earlier else None
+    return replace(outcome, step=max(known), steps=steps, metrics=outcome.metrics or last)
 
 
 # Ends of single processes or machines: another attempt may not have them.

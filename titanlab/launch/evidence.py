@@ -42,7 +42,8 @@ def may_work(status: Status | None, *, silent_seconds: float, here_seconds: floa
         start = process_start(status.pid)
         if start is None or start <= status.updated:
             return True
-    return time.time() - status.updated < (here_seconds if is_here else silent_seconds)
+    # A clock that was ahead, perhaps another host's, is no reason to wait longer.
+    return max(0.0, time.time() - status.updated) < (here_seconds if is_here else silent_seconds)
 
 
 @dataclass(frozen=True)
