@@ -6,6 +6,7 @@ import dataclasses
 import typing
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from tests.refusals import refusal
@@ -82,6 +83,8 @@ class Part:
     wait_seconds: float | None = 1.5
     share: float = 0.5
     names: typing.Sequence[typing.Any] = ()
+    way: str = field(default="up", metadata={"choices": ("up", "down")})
+    rate: float | None = field(default=None, metadata={"positive": True, "cure": "try 2, or null"})
 
     def __post_init__(self) -> None:
         assert abs(self.size) <= MOST, "a rule has computed with it"
@@ -98,10 +101,35 @@ class Part:
         ({"wait_seconds": 1e300}, "part.wait_seconds=1e+300: must be at most 1,000,000,000; try 1.5"),
         ({"wait_seconds": MOST_SECONDS + 1}, "part.wait_seconds=1000000001: must be at most 1,000,000,000; try 1.5"),
         ({"share": float("nan")}, "part.share=nan: must be a finite number; try 0.5"),
+        ({"rate": 0}, "part.rate=0: must be a positive number; try 2, or null"),
+        ({"rate": float("inf")}, "part.rate=inf: must be a finite number; try 2, or null"),
+        ({"way": "left"}, "part.way=left: no such choice; choose one of up, down"),
+        # What only Python can pass.
+        ({"way": None}, "part.way=null: no such choice; choose one of up, down"),
+        ({"way": 1}, "part.way=1: no such choice; choose one of up, down"),
+        ({"way": ["up"]}, "part.way=['up']: no such choice; choose one of up, down"),
+        ({"rate": False}, "part.rate=false: must be a positive number; try 2, or null"),
+        ({"rate": "fast"}, "part.rate=fast: must be a positive number; try 2, or null"),
+        ({"rate": np.int64(-1)}, "part.rate=-1: must be a positive number; try 2, or null"),
+        ({"few": np.int64(-11)}, "part.few=-11: must be at least -10; try 1"),
+        ({"few": None}, "part.few=null: must be at least -10; try 1"),
     ],
 )
 def test_what_is_out_of_range_is_one_line(given, line):
     assert refusal(Part, **given) == line
+
+
+def test_a_class_that_declares_a_field_again_keeps_its_limits():
+    @ranged("own.")
+    @dataclass(kw_only=True)
+    class Own(Part):
+        few: int = 2
+        way: str = field(default="down", metadata={"identity": False})
+        rate: float | None = field(default=1.0, metadata={"positive": False})
+
+    assert refusal(Own, few=-11) == "own.few=-11: must be at least -10; try 2"
+    assert refusal(Own, way="left") == "own.way=left: no such choice; choose one of up, down"
+    assert Own(rate=-1.0).rate == -1.0
 
 
 def test_what_is_in_range_is_taken():

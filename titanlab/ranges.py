@@ -1,4 +1,4 @@
-"""Checks the size of every number of a config before any code uses it, and makes all of its values hashable.
+"""Checks the numbers and choices of a config before any code uses it, and makes all of its values hashable.
 
 A number with too many digits makes endless loops and huge tables before any other rule is checked.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import numbers
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from titanlab.errors import ConfigError
@@ -24,11 +26,12 @@ _DIGITS = 40  # most digits of a number in a message
 
 
 def ranged(prefix: str) -> Callable[[T], T]:
-    """Class decorator: check the numbers of a config dataclass whenever an instance is made; lists become tuples.
+    """Class decorator: check the numbers and choices of a config dataclass whenever an instance is made.
 
-    Whole numbers: an absolute value of at most `MOST`. Floats: finite. Fields whose names end in `_seconds`: at most
-    `MOST_SECONDS`. A field's metadata adds to this: `most` of a whole number (None: another rule checks it), `least`,
-    `positive` (True), `choices`, and the `cure` of these if it is not the default.
+    Lists become tuples. Whole numbers: an absolute value of at most `MOST`. Floats: finite. Fields whose names end in
+    `_seconds`: at most `MOST_SECONDS`. A field's metadata adds to this: `most` of a whole number (None: another rule
+    checks it), `least`, `positive` (True), `choices`, and the `cure` of these if it is not the default. A class that
+    declares a field again keeps these of its bases.
 
     Args:
         prefix: prefix of the keys in errors, such as `model.`; empty for the recipe's own keys.
@@ -41,13 +44,15 @@ def ranged(prefix: str) -> Callable[[T], T]:
         @functools.wraps(construct)
         def checked(self: Any, *positional: Any, **keywords: Any) -> None:
             # Sizes are checked before the schema's own rules, which compute with them.
-            for key, field, value in _scalars(fields, prefix, keywords.get):
-                _check_size(key, field, value)
+            for key, field, limits, value in _values(schema, prefix, keywords):
+                _check_size(key, field, limits, value)
+                _check_limits(key, field, limits, value)
             construct(self, *positional, **keywords)
             # Finiteness is checked after the schema's own rules, which give better advice.
-            for key, field, value in _scalars(fields, prefix, vars(self).get):
+            for key, field, limits, value in _values(schema, prefix, vars(self)):
                 if isinstance(value, float) and not math.isfinite(value):
-                    raise ConfigError(key, value, "must be a finite number", f"try {_usual(field) or 1}")
+                    cure = limits.get("cure", f"try {_usual(field) or 1}")
+                    raise ConfigError(key, value, "must be a finite number", cure)
             for field in fields:
                 # OmegaConf and callers pass lists and dictionaries.
                 if isinstance(value := vars(self).get(field.name), list | dict):
@@ -59,38 +64,61 @@ def ranged(prefix: str) -> Callable[[T], T]:
     return decorate
 
 
-def _scalars(
-    fields: Iterable[dataclasses.Field[Any]], prefix: str, value_of: Callable[[str], Any]
-) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Key, field and value of each number and text of a config, also of a nested one such as `optimizer.schedule`."""
-    for field in fields:
-        key, value = prefix + field.name, value_of(field.name)
-        # An option checks its own numbers.
+_Limits = Mapping[str, Any]
+
+
+def _values(
+    schema: type, prefix: str, values: Mapping[str, Any]
+) -> Iterator[tuple[str, dataclasses.Field[Any], _Limits, Any]]:
+    """Key, field, limits and value of each entry of a config, also of a nested one such as `optimizer.schedule`."""
+    for field, limits in _limited_fields(schema):
+        if field.name not in values:
+            continue
+        key, value = prefix + field.name, values[field.name]
+        # An option checks its own values.
         if dataclasses.is_dataclass(value) and not hasattr(value, "__titanlab_option__"):
-            yield from _scalars(dataclasses.fields(value), f"{key}.", vars(value).get)
-        elif isinstance(value, int | float | str) and not isinstance(value, bool):
-            yield key, field, value
+            yield from _values(type(value), f"{key}.", vars(value))
+        else:
+            yield key, field, limits, value
 
 
-def _check_size(key: str, field: dataclasses.Field[Any], value: float | str) -> None:
-    if isinstance(value, str):
-        choices = field.metadata.get("choices")
-        if choices is not None and value not in choices:
-            raise ConfigError(key, value, "no such choice", f"choose one of {', '.join(choices)}")
+@functools.cache
+def _limited_fields(schema: type) -> tuple[tuple[dataclasses.Field[Any], _Limits], ...]:
+    """The fields of a dataclass, each with its own metadata and those of its bases."""
+    found = []
+    for field in dataclasses.fields(schema):
+        limits: dict[str, Any] = {}
+        for base in reversed(schema.__mro__):
+            declared = vars(base).get("__dataclass_fields__", {}).get(field.name)
+            limits |= declared.metadata if declared is not None else {}
+        found.append((field, limits))
+    return tuple(found)
+
+
+def _check_size(key: str, field: dataclasses.Field[Any], limits: _Limits, value: Any) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
         return
     # The schema's own rules check infinity and NaN.
     if field.name.endswith("_seconds") and MOST_SECONDS < abs(value) < math.inf:
         shown = shown_digits(value) if isinstance(value, int) else value
         raise ConfigError(key, shown, f"must be at most {MOST_SECONDS:,}", f"try {_usual(field)}")
-    most = field.metadata.get("most", MOST)
+    most = limits.get("most", MOST)
     # A whole number in a float field counts as a float.
     if isinstance(value, int) and most is not None and "float" not in str(field.type):
         check_whole(key, value, most, cure=f"try {_usual(field)}" if _usual(field) else "give a smaller number")
-    least, cure = field.metadata.get("least"), field.metadata.get("cure", f"try {_usual(field)}")
-    # `not … >=`, because `nan < least` is False.
-    if least is not None and not value >= least:
+
+
+def _check_limits(key: str, field: dataclasses.Field[Any], limits: _Limits, value: Any) -> None:
+    choices = limits.get("choices")
+    if choices is not None and value not in choices:
+        raise ConfigError(key, value, "no such choice", f"choose one of {', '.join(choices)}")
+    if value is None and re.search("None|Optional", str(field.type)):
+        return
+    least, cure = limits.get("least"), limits.get("cure", f"try {_usual(field)}")
+    # `not … >=`, because `nan < least` is False. A value that is no number can only come from Python.
+    if least is not None and not (isinstance(value, numbers.Real) and value >= least):
         raise ConfigError(key, value, "must not be negative" if least == 0 else f"must be at least {least}", cure)
-    if field.metadata.get("positive") and not 0 < value < math.inf:
+    if limits.get("positive") and not (isinstance(value, numbers.Real) and value > 0):
         raise ConfigError(key, value, "must be a positive number", cure)
 
 

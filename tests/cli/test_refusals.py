@@ -255,7 +255,7 @@ training.microbatch=0 ⇒ training.microbatch=0: must be at least 1; try 1, or n
 training.loss_chunk=-2 ⇒ training.loss_chunk=-2: must be at least -1; try 1024, 0 for whole logits, or -1 to choose by their size
 cluster.nodes=-1 ⇒ cluster.nodes=-1: must be at least 1; try 8, or null
 cluster.link_gb_per_second=nan ⇒ cluster.link_gb_per_second=nan: must be a positive number; try 450, or null
-cluster.allocator_excess=inf ⇒ cluster.allocator_excess=inf: must be a positive number; try 1.2, or null
+cluster.allocator_excess=inf ⇒ cluster.allocator_excess=inf: must be a finite number; try 1.2, or null
 cluster.efficiencies.x=1 ⇒ cluster.efficiencies.x=1: is no key of this recipe; new keys of cluster.efficiencies are added with a plus: +cluster.efficiencies.x=…
 --config-dir conf +recipe=moved ⇒ hydra.run.dir=elsewhere: is a setting of Hydra's that titanlab does not read, and conf/recipe/moved.yaml sets it; a run's folder is runs/SWEEP/NAME: give runs=FOLDER, sweep=NAME or name=NAME
 --config-dir conf +recipe=called ⇒ hydra.job.env_set={'A': 'b'}: is a setting of Hydra's that titanlab does not read, and conf/recipe/called.yaml sets it; set it in the shell, or with launch=slurm in launch.environment
