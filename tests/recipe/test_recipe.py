@@ -206,6 +206,14 @@ def test_a_key_that_is_missing_has_its_default_where_it_means_the_same():
     assert from_mapping(mapping) == tiny.recipe("runs")
 
 
+def test_a_run_that_began_before_gradients_could_be_reduced_more_often_goes_on_as_it_began():
+    """Where whole gradients are large, `auto` would change the order of sums in the middle of the run."""
+    mapping = to_mapping(tiny.recipe("runs", reduce_gradients="auto"))
+    assert from_mapping(mapping).parallelism.reduce_gradients == "auto"
+    del mapping["parallelism"]["reduce_gradients"]
+    assert from_mapping(mapping).parallelism.reduce_gradients == "last"
+
+
 # Resolving
 
 

@@ -57,8 +57,10 @@ class Parallelism:
     reshard_after_forward: str = field(default="auto", metadata={"choices": ("auto", "always", "never")})
     cpu_offload: bool = field(default=False, metadata=NOT_PRICED)
     symmetric_memory: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
-    # Older runs computed what `auto` is up to the rounding of sums.
-    reduce_gradients: str = field(default="auto", metadata={"choices": ("auto", "each", "last"), "before": "auto"})
+    # Older runs computed what `auto` is up to the rounding of sums; those that go on do so as they began.
+    reduce_gradients: str = field(
+        default="auto", metadata={"choices": ("auto", "each", "last"), "before": "auto", "begun": "last"}
+    )
 
     @property
     def frees_after_forward(self) -> bool:

@@ -210,6 +210,9 @@ def _option(group: str, content: Any) -> Any:
     for name in map(str, node) if kind not in kinds else ():
         if name != "kind" and isinstance(content.get(name), Mapping):
             node[name] = schema_node(schema_of(group, content[name].get("kind")))
+    # A run that began before a field existed goes on as it began.
+    begun = {item.name: item.metadata["begun"] for item in dataclasses.fields(schema) if "begun" in item.metadata}
+    content = {**begun, **content}
     made = _merged(node, content, group)
     for item in dataclasses.fields(schema):
         default = getattr(made, item.name)
