@@ -183,9 +183,9 @@ def test_half_a_character_is_shown_as_incomplete(model_file):
 @pytest.mark.parametrize(
     ("content", "rule"),
     [
-        (b"", "no SentencePiece model"),
-        (b"not a model at all", "no SentencePiece model"),
-        (bytes(range(256)) * 20, "no SentencePiece model"),
+        (b"", "is not a SentencePiece model"),
+        (b"not a model at all", "is not a SentencePiece model"),
+        (bytes(range(256)) * 20, "is not a SentencePiece model"),
         (base64.b64encode(b"the") + b" 5\n" + base64.b64encode(b"a") + b" 6\n", "tiktoken"),
         (b"{", "no tokenizer.json"),
         (b'{"a": 1}', "no tokenizer.json"),
