@@ -97,7 +97,9 @@ def combination(group: str, name: str) -> Option | None:
         if parts.count(part) > 1:
             raise ConfigError(group, shown, f"names {part} twice", "name each option once")
         if not part.isidentifier() or keyword.iskeyword(part) or part == "kind":
-            raise ConfigError(group, shown, f"{part!r} is no word", "rename that option's file: letters, digits and _")
+            raise ConfigError(
+                group, shown, f"{part!r} is not a word", "rename that option's file: letters, digits and _"
+            )
     fields: list[Any] = [("kind", str, dataclasses.field(default=name)), *((part, Any, _MISSING) for part in parts)]
     schema = dataclasses.make_dataclass(
         base.__name__, fields, bases=(base,), kw_only=True, frozen=True, namespace={"__module__": base.__module__}

@@ -94,7 +94,7 @@ def _memory(order: Sequence[Row], entries: Entries) -> Iterator[str]:
             continue
         entry = entries.get(row.name, {})
         figures, planned = entry.get("figures", {}), entry.get("predicted", {})
-        # A CPU's allocator has no count, and the process's memory is no measure of a tiny model's.
+        # A CPU's allocator has no count, and the process's memory does not measure a tiny model's.
         most = figures.get("allocated_bytes")
         yield line(
             row.name,

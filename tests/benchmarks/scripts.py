@@ -1,4 +1,4 @@
-"""Imports the scripts of benchmarks/, which are no package."""
+"""Imports the scripts of benchmarks/, which are not a package."""
 
 import importlib
 import importlib.util

@@ -91,7 +91,7 @@ def test_a_changed_byte_is_found_wherever_it_is(tmp_path):
     for other in (*changed, *(content[:kept] for kept in (0, 11, 31, len(content) - 1))):
         (tmp_path / "index.json").write_bytes(other)
         assert refusal(tmp_path) in (
-            "its file index.json is no index of a checkpoint",
+            "its file index.json is not an index of a checkpoint",
             "its file index.json has other bytes than were saved",
         )
 
@@ -122,11 +122,11 @@ NESTED = b'{"objects":{"a":' + b"[" * 100_000
     ("content", "said"),
     [
         (b'{"a":1}', "index.json does not fit (Object missing required field `format`)"),
-        (b"[1,2]", "file index.json is no JSON (JSON is malformed: "),
-        (b"{]", "file index.json is no JSON (JSON is malformed: "),
-        (b'{"format":1,"\xff":1}', "file index.json is no JSON ("),
-        (b'{"objects":NaN}', "file index.json is no JSON (JSON is malformed: "),
-        (NESTED, "file index.json is no JSON ("),
+        (b"[1,2]", "file index.json is not JSON (JSON is malformed: "),
+        (b"{]", "file index.json is not JSON (JSON is malformed: "),
+        (b'{"format":1,"\xff":1}', "file index.json is not JSON ("),
+        (b'{"objects":NaN}', "file index.json is not JSON (JSON is malformed: "),
+        (NESTED, "file index.json is not JSON ("),
     ],
     ids=lambda value: str(value)[:20],
 )

@@ -45,7 +45,7 @@ def written(folder, **changed):
         ({"step": -3}, "has step: Expected `int` >= 0"),
         ({"step": True}, "has step: Expected `int`, got `bool`"),
         ({"step": 10**30}, "has step: Expected `int` <= "),
-        ({"tokens": float("nan")}, "is no JSON (JSON is malformed"),
+        ({"tokens": float("nan")}, "is not JSON (JSON is malformed"),
         ({"loss_scale": {"scale": "2"}}, "has loss_scale[...]: Expected `int | float`, got `str`"),
         ({"loss_scale": {"scale": 10**400}}, "has loss_scale[...]: "),
         ({"loss_scale": {"scale": True}}, "has loss_scale[...]: Expected `int | float`, got `bool`"),

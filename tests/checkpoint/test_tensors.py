@@ -341,8 +341,8 @@ def test_what_is_no_file_of_that_size_is_not_read(block_file, tmp_path):
     (tmp_path / "folder").mkdir()
     for name, rule in [
         ("link", "its file link is a symbolic link"),
-        ("pipe", "its pipe is no file"),
-        ("folder", "its folder is no file"),
+        ("pipe", "its pipe is not a file"),
+        ("folder", "its folder is not a file"),
         ("missing", "its file missing is missing"),
     ]:
         with pytest.raises(DamagedFile, match=f"^{rule}$"):

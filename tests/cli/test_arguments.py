@@ -56,4 +56,4 @@ def test_sizes_of_files():
     for text in NO_SIZES:
         with pytest.raises(ConfigError) as raised:
             bytes_of(text, "--size")
-        assert str(raised.value) == f"--size={text}: is no size of a file; try 5GB"
+        assert str(raised.value) == f"--size={text}: is not a file size; try 5GB"

@@ -37,7 +37,7 @@ def changed(path, **values):
 DAMAGE = {
     "another schema": ("identity.json", {"schema": 7}, "schema=7: ", "use the version that made it"),
     "no hash": ("identity.json", {"sha256": 5}, "sha256=5: expected `str`, got `int` in ", "restore that file"),
-    "identity torn": ("identity.json", '{"schema": 1, "sha', "run=", "is no JSON"),
+    "identity torn": ("identity.json", '{"schema": 1, "sha', "run=", "is not JSON"),
     "status torn": ("status.json", '{"state": "run', "run=", "remove that file: it is written anew"),
     "status empty": ("status.json", "", "run=", "remove that file"),
     "status a list": ("status.json", "[1]", "run=", "holds list and no object"),
@@ -54,7 +54,7 @@ DAMAGE = {
         "remove that file",
     ),
     "a new status": ("status.json", {"schema": 2}, "schema=2: ", "use the version that made it"),
-    "nested without end": ("status.json", "[" * 100_000, "run=", "is no JSON"),
+    "nested without end": ("status.json", "[" * 100_000, "run=", "is not JSON"),
     "no such end": (
         "result.json",
         {"kind": "splendid"},
@@ -67,7 +67,7 @@ DAMAGE = {
         "metrics=3: expected `object`, got `int` in ",
         "restore that file",
     ),
-    "no text": ("result.json", b"\xff\xfe\x00", "run=", "is no JSON"),
+    "no text": ("result.json", b"\xff\xfe\x00", "run=", "is not JSON"),
 }
 VERBS = (
     *("resume bad", "generate bad", "export bad --into out", "sync --rebuild bad"),

@@ -73,7 +73,7 @@ def test_a_damaged_record_is_named_and_the_rest_is_analysed(run, say):
     path.write_text("{")
     code, out, err = say(run.path)
     assert code == 0
-    assert err.startswith(f"warning: {path}: is no JSON (")
+    assert err.startswith(f"warning: {path}: is not JSON (")
     assert err.count("\n") == 1
     assert "rank 1 does not answer: its process is stopped (SIGSTOP); rank 0 waits in all_reduce" in out
     assert "\n2     damaged\n" in out

@@ -61,7 +61,7 @@ def test_weights_of_another_tool_are_imported(tmp_path, shown, prefix):
         ([*MODEL, "model.dim=64"], "is [96, 32] there and [96, 64] in the model"),
         ([*MODEL, "model.layers=3"], "has no plain tensor layers.2"),
         ([*MODEL, "model.layers=2,3"], "is several values"),
-        ([*MODEL, "data.x=3"], "is no size of the model"),
+        ([*MODEL, "data.x=3"], "is not a key of the model"),
     ],
 )
 def test_another_model_is_refused_in_one_line(tmp_path, capsys, model, said):

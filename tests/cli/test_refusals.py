@@ -24,25 +24,25 @@ from titanlab.distributed import Host
 # `…` stands for any text, `********` for eight digits of a step or of a hash.
 TABLES = {
     "train": r"""
-foo=3 ⇒ foo=3: is no key of this recipe; see `titanlab train --cfg job` for all keys
-training.stepz=100 optimizer.schedule.warmup_steps=0 ⇒ training.stepz=100: is no key of this recipe; did you mean training.steps?
-trainig.seq_len=64 ⇒ trainig.seq_len=64: is no key of this recipe; did you mean training.seq_len?
-lr=0.1 ⇒ lr=0.1: is no key of this recipe; did you mean optimizer.lr?
-training.colour=red ⇒ training.colour=red: is no key of this recipe; keys of training: steps, seq_len, global_batch, microbatch, loss_chunk, max_gr…
-modell=debug ⇒ modell=debug: is no key of this recipe; did you mean model?
-launch=slurm launch.extra.reservation=x ⇒ launch.extra.reservation=x: is no key of this recipe; new keys of launch.extra are added with a plus: +launch.extra.reservation=…
-tracker.tags=[a] ⇒ tracker.tags=[a]: is no key of this recipe; it belongs to another tracker: try tracker=wandb
-model=debgu ⇒ model=debgu: is no option of this group; try debug; known: debug, llama2_13b, llama2_34b, llama2_70b, llama2_7b, llama3…; see `titanlab train --help`
-+recipe=nope ⇒ recipe=nope: is no option of this group; known: llama2_13b_64gpus_32k, llama2_13b_64gpus_32k_cpu, llama2_13b…; see `titanlab train --help`
-training.steps.x=300 ⇒ training.steps.x=300: is no key of this recipe; did you mean training.steps?
-+sweeps=nope ⇒ sweeps=nope: is no option of this group; known: ac_memory, cpu_1d_to_4d, cpu_calibration, llama3_405b_512gpu…
-model/x=debug ⇒ model/x=debug: is no key of this recipe; did you mean model?
+foo=3 ⇒ foo=3: is not a key of this recipe; see `titanlab train --cfg job` for all keys
+training.stepz=100 optimizer.schedule.warmup_steps=0 ⇒ training.stepz=100: is not a key of this recipe; did you mean training.steps?
+trainig.seq_len=64 ⇒ trainig.seq_len=64: is not a key of this recipe; did you mean training.seq_len?
+lr=0.1 ⇒ lr=0.1: is not a key of this recipe; did you mean optimizer.lr?
+training.colour=red ⇒ training.colour=red: is not a key of this recipe; keys of training: steps, seq_len, global_batch, microbatch, loss_chunk, max_gr…
+modell=debug ⇒ modell=debug: is not a key of this recipe; did you mean model?
+launch=slurm launch.extra.reservation=x ⇒ launch.extra.reservation=x: is not a key of this recipe; new keys of launch.extra are added with a plus: +launch.extra.reservation=…
+tracker.tags=[a] ⇒ tracker.tags=[a]: is not a key of this recipe; it belongs to another tracker: try tracker=wandb
+model=debgu ⇒ model=debgu: is not an option of this group; try debug; known: debug, llama2_13b, llama2_34b, llama2_70b, llama2_7b, llama3…; see `titanlab train --help`
++recipe=nope ⇒ recipe=nope: is not an option of this group; known: llama2_13b_64gpus_32k, llama2_13b_64gpus_32k_cpu, llama2_13b…; see `titanlab train --help`
+training.steps.x=300 ⇒ training.steps.x=300: is not a key of this recipe; did you mean training.steps?
++sweeps=nope ⇒ sweeps=nope: is not an option of this group; known: ac_memory, cpu_1d_to_4d, cpu_calibration, llama3_405b_512gpu…
+model/x=debug ⇒ model/x=debug: is not a key of this recipe; did you mean model?
 hydra/launcher=submitit_slurm ⇒ hydra/launcher=submitit_slurm: would run the points by itself, and here all are planned and submitted together; leave it out, and choose with launch=local or launch=slurm
 hydra/sweeper=optuna ⇒ hydra/sweeper=optuna: would run the points by itself, and here all are planned and submitted together; leave it out, and choose with launch=local or launch=slurm
-hydra/sweeper=spac ⇒ hydra/sweeper=spac: is no option of this group; try space; known: basic, space
-hydra.launcher.timeout_min=9 ⇒ hydra.launcher.timeout_min=9: is no key here: no launcher of Hydra's starts runs; the group launch has these settings: launch=slurm launch.minutes=… (docs/clusters.md)
+hydra/sweeper=spac ⇒ hydra/sweeper=spac: is not an option of this group; try space; known: basic, space
+hydra.launcher.timeout_min=9 ⇒ hydra.launcher.timeout_min=9: is not a key here: titanlab uses no launcher of Hydra; the group launch has these settings: launch=slurm launch.minutes=… (docs/clusters.md)
 name=${hydra:job.override_dirname} ⇒ name=${hydra:job.override_dirname}: refers to itself; leave it out: runs of a sweep are named by what they vary
-hydra.foo=1 ⇒ hydra.foo=1: is no key of Hydra's; see `titanlab train --cfg hydra`
+hydra.foo=1 ⇒ hydra.foo=1: is not a key of Hydra; see `titanlab train --cfg hydra`
 model.kind=gpt ⇒ model.kind=gpt: says which schema the group has, and it has that of llama; leave it out, and choose with model=…
 training.steps=abc ⇒ training.steps=abc: must be a whole number; try 1000
 training.steps=null ⇒ training.steps=null: must be a whole number; try 1000
@@ -53,10 +53,10 @@ optimizer.betas=0.9 ⇒ optimizer.betas=0.9: must be a list of numbers; try [0.9
 name=[a] ⇒ name=[a]: must be text; try run
 optimizer.schedule=linear ⇒ optimizer.schedule=linear: has keys of its own; give them one by one: optimizer.schedule.warmup_steps=…
 'training={seq_len:x}' ⇒ training.seq_len=x: must be a whole number; try 512
-training=3 ⇒ training=3: is no option of this group; known: default
-model=null ⇒ model=null: is no option of a group; `titanlab train --help` lists them
+training=3 ⇒ training=3: is not an option of this group; known: default
+model=null ⇒ model=null: is not an option of a group; `titanlab train --help` lists them
 model.dim=??? ⇒ model.dim=???: has no value; give model.dim=…
-training.steps ⇒ arguments=training.steps: is no override; write key=value; see `titanlab train --help`
+training.steps ⇒ arguments=training.steps: is not an override; write key=value; see `titanlab train --help`
 'seed = 1' ⇒ arguments=seed = 1: cannot be read as an override; write key=value without spaces, the key as words with dots between them
 training.steps=[1 ⇒ training.steps=[1: cannot be read as an override; quote it: "training.steps='[1'"
 training.steps=100,200 ⇒ training.steps=100,200: is several values; add -m to run them all; a list is [100,200]
@@ -64,10 +64,10 @@ training.steps=100,200 ⇒ training.steps=100,200: is several values; add -m to 
 ~training.steps ⇒ training.steps=: cannot be taken out; give it a value: training.steps=…
 ~nope ⇒ ~nope=: takes out what is not there; see `titanlab train --cfg job` for all keys
 +training.steps=300 ⇒ +training.steps=300: is in the recipe already; try training.steps=300
-=3 ⇒ arguments=3: is no option of a group; `titanlab train --help` lists them
+=3 ⇒ arguments=3: is not an option of a group; `titanlab train --help` lists them
 'training.steps=${nope}' ⇒ training.steps=${nope}: Interpolation key 'nope' not found; name a key as in ${model.dim}, or a resolver
 'training.steps=${name}' ⇒ training.steps=${name}: While dereferencing interpolation '${name}': Value 'run' of type 'str' could not be converted to Integer; name a key as in ${model.dim}, or a resolver
---nope ⇒ arguments=--nope: is no flag of this verb; see `titanlab train --help`
+--nope ⇒ arguments=--nope: is not a flag of this verb; see `titanlab train --help`
 --cfg nope ⇒ --cfg=nope: invalid choice: 'nope' …; see `titanlab train --help`
 --cfg ⇒ --cfg=: expected one argument; see `titanlab train --help`
 --resolve ⇒ arguments=--resolve: goes with --cfg; try --cfg job --resolve
@@ -75,8 +75,8 @@ training.steps=100,200 ⇒ training.steps=100,200: is several values; add -m to 
 --cfg job --package nope ⇒ arguments=data=synthetic --cfg job --package nope: package 'nope' not found in config; see `titanlab train --help`
 --experimental-rerun x.pickle ⇒ --experimental-rerun=x.pickle: a run is not repeated from a pickle; try titanlab resume RUN
 --config-name nope ⇒ --config-name=nope: there is no such config; leave it out, or give --config-dir too
---config-dir nope ⇒ --config-dir=nope: is no folder; give a folder of groups
---config-path nope ⇒ --config-path=nope: is no folder of configs; leave it out, or use --config-dir
+--config-dir nope ⇒ --config-dir=nope: is not a folder; give a folder of groups
+--config-path nope ⇒ --config-path=nope: is not a folder of configs; leave it out, or use --config-dir
 -m 'training.steps=interval(1,3)' ⇒ training.steps=interval(1,3): has no end of values; list some: training.steps=0.1,0.2, or range(start,stop,step)
 -m hydra.job.name=a,b ⇒ hydra.job.name=a,b: is Hydra's own, which is one for all points; give one value
 name=a/b ⇒ name=a/b: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try a-b
@@ -90,7 +90,7 @@ training.max_grad_norm=nan ⇒ training.max_grad_norm=nan: must be a positive nu
 optimizer.lr=inf ⇒ optimizer.lr=inf: must be positive and finite; try 3e-4
 optimizer.betas=[0.9] ⇒ optimizer.betas=[0.9]: must be two numbers in [0, 1); try [0.9,0.95]
 optimizer.weight_decay=-1 ⇒ optimizer.weight_decay=-1.0: must be finite and not negative; try 0.1
-optimizer.schedule.decay=step ⇒ optimizer.schedule.decay=step: is no decay; try linear, cosine, sqrt
+optimizer.schedule.decay=step ⇒ optimizer.schedule.decay=step: is not a decay; try linear, cosine, sqrt
 optimizer.schedule.floor=2 ⇒ optimizer.schedule.floor=2.0: must lie between 0 and 1; try 0.1
 cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: no such choice; choose one of auto, cpu, cuda
 cluster.peak_tflops=nan ⇒ cluster.peak_tflops=nan: must be a positive number; try 989, or null
@@ -137,19 +137,19 @@ parallelism=fsdp world=0 ⇒ world=0: must be at least 1; try 1, or null for the
 world=2 ⇒ world=2: the degrees make 1 (all are 1); try world=1, or a degree of -1 for the rest
 data=c4 data.streams=7 data.vocab_size=2048 parallelism=ddp world=2 ⇒ data.streams=7: must be a multiple of the 2 data-parallel processes; try 6 or 8
 runs= ⇒ runs=: names no folder; try runs
-runs=a-file/runs ⇒ runs=a-file/runs: cannot be written (a-file is no folder); give a folder of yours: try runs=~/runs
-runs=a-file ⇒ runs=a-file: cannot be written (a-file is no folder); give a folder of yours: try runs=~/runs
+runs=a-file/runs ⇒ runs=a-file/runs: cannot be written (a-file is not a folder); give a folder of yours: try runs=~/runs
+runs=a-file ⇒ runs=a-file: cannot be written (a-file is not a folder); give a folder of yours: try runs=~/runs
 data=files ⇒ data.files=: names no file; give a file, a folder or a glob: data.files=corpus/*.jsonl
 data=files 'data.files=nope/*.txt' ⇒ data.files=nope/*.txt: matches no file; check the path, and quote a pattern, so that no shell expands it
 data=files data.files=empty ⇒ data.files=empty: has no files; check the path, and quote a pattern, so that no shell expands it
-data=files data.files=zero.txt data.vocab_size=340 ⇒ data.files=zero.txt: is empty; give files with text in them
+data=files data.files=zero.txt data.vocab_size=340 ⇒ data.files=zero.txt: is empty; give files with text
 data=files data.files=torn.jsonl data.vocab_size=340 ⇒ data.files=torn.jsonl:2: is not JSON (Unterminated string starting at: line 1 column 10 (char 9)); one JSON object a line is expected
 data=files data.files=other.jsonl data.vocab_size=340 ⇒ data.text_field=text: is not in other.jsonl:1; its keys are: body
 data=files data.files=latin.txt data.vocab_size=340 ⇒ data.files=latin.txt, byte 0: is not UTF-8 text; convert it with iconv -t UTF-8, or leave it out
-data=files data.files=torn.txt.gz data.vocab_size=340 ⇒ data.files=torn.txt.gz: is no whole .gz file (Compressed file ended before the end-of-stream marker was reached); fetch it again
-data=files data.files=a.parquet data.vocab_size=340 ⇒ data.files=a.parquet: is no readable parquet (Parquet magic bytes not found in footer. Either the file is corrupted or this is); write it again, or leave it out
-data=files data.files=text.txt data.tokenizer=foreign.model ⇒ data.tokenizer=foreign.model: is no SentencePiece model; give a .model or tokenizer.json
-data=files data.files=text.txt data.tokenizer=foreign.json ⇒ data.tokenizer=foreign.json: is no tokenizer.json (expected `,` or `}` at line 1 column 8); give the tokenizer.json of a model, or a .model
+data=files data.files=torn.txt.gz data.vocab_size=340 ⇒ data.files=torn.txt.gz: is not a whole .gz file (Compressed file ended before the end-of-stream marker was reached); fetch it again
+data=files data.files=a.parquet data.vocab_size=340 ⇒ data.files=a.parquet: is not a readable Parquet file (Parquet magic bytes not found in footer. Either the file is corrupted or this is); write it again, or leave it out
+data=files data.files=text.txt data.tokenizer=foreign.model ⇒ data.tokenizer=foreign.model: is not a SentencePiece model; give a .model or tokenizer.json
+data=files data.files=text.txt data.tokenizer=foreign.json ⇒ data.tokenizer=foreign.json: is not a tokenizer.json (expected `,` or `}` at line 1 column 8); give the tokenizer.json of a model, or a .model
 data=files data.files=text.txt data.tokenizer=nope ⇒ data.tokenizer=nope: does not exist; give a .model or tokenizer.json, or null to train one
 data=files data.files=text.txt data.vocab_size=340 data.validation_fraction=0 training.validate_every=10 ⇒ data.validation_fraction=0.0: holds nothing out to validate on; hold some out, or training.validate_every=0
 data=tokens ⇒ data.folder=: names no folder; make one with `titanlab tokenize`: data.folder=<it>
@@ -157,19 +157,19 @@ data=tokens data.folder=empty ⇒ data.folder=empty: has no index.json; make the
 data=tokens data.folder=torn-tokens ⇒ data.folder=torn-tokens/train-00000.bin: has 6 bytes, not 2000, so it is not what index.json describes; make the folder again
 data=hf data.path=json ⇒ data.data_files=[]: path=json needs files; try 'data.data_files=[corpus/*.jsonl]'
 --config-dir conf model=bare ⇒ model=bare: is made without a schema of this group; begin its YAML with defaults: [llama_schema, _self_] or [mixtral_schema, _self_] or [qwen3_schema, _self_] or [qwen3_moe_schema, _self_]
---config-dir conf model=extra ⇒ model.foo=: is no key of this recipe, and model/extra.yaml sets it; keys of model: dim, layers, heads, kv_heads, ffn_dim, vocab_size, norm_eps,…
---config-dir conf model=torn ⇒ file=conf/model/torn.yaml:2: is no YAML (…); mend that line
+--config-dir conf model=extra ⇒ model.foo=: is not a key of this recipe, and model/extra.yaml sets it; keys of model: dim, layers, heads, kv_heads, ffn_dim, vocab_size, norm_eps,…
+--config-dir conf model=torn ⇒ file=conf/model/torn.yaml:2: is not YAML (…); mend that line
 --config-dir conf model=lost ⇒ model=nope_schema: there is no such config, which model/lost names; mend model/lost.yaml
 --config-dir conf --config-name other ⇒ --config-name=other: composes no recipe; begin its defaults with recipe_schema
 checkpoint.load_from=nope ⇒ checkpoint.load_from=nope: there is no such folder; give the folder of a run, or of one of its checkpoints
 checkpoint.load_from=empty ⇒ checkpoint.load_from=empty: holds no complete checkpoint; give the folder of a run that has saved one, or that of a checkpoint
 checkpoint.load_from=saving ⇒ checkpoint.load_from=saving: holds no complete checkpoint; give the folder of a run that has saved one, or that of a checkpoint
-checkpoint.load_from=torn ⇒ checkpoint.load_from=torn/checkpoints/step-********: is damaged: its file position.json is no JSON (Input data was truncated); give another checkpoint, or a whole copy of this one
+checkpoint.load_from=torn ⇒ checkpoint.load_from=torn/checkpoints/step-********: is damaged: its file position.json is not JSON (Input data was truncated); give another checkpoint, or a whole copy of this one
 checkpoint.load_from=saved model.layers=3 ⇒ checkpoint.load_from=saved/checkpoints/step-********: is of another model: layers.2.attention_norm.weight is absent there and 64 here; choose the model that it was trained as
 checkpoint.load_from=saved training.steps=300 ⇒ training.steps=300: the checkpoint saved/checkpoints/step-******** is of step 300 already; try 600
 -m training.steps=300,0,200 ⇒ training.steps=0: must be at least 1; try 1000
 -m training.global_batch=8,6 parallelism=fsdp world=4 ⇒ training.global_batch=6: must be a multiple of the 4 data-parallel processes; try 8
--m runs=a-file seed=0,1 ⇒ runs=a-file: cannot be written (a-file is no folder); give a folder of yours: try runs=~/runs
+-m runs=a-file seed=0,1 ⇒ runs=a-file: cannot be written (a-file is not a folder); give a folder of yours: try runs=~/runs
 -m runs=runs,runs2 ⇒ runs=runs,runs2: is one for the whole sweep; give one value, outside the space
 parallelism.shard=2 parallelism.tensor=2 world=3 ⇒ world=3: the degrees make 4 (shard 2 × tensor 2); try world=4, or a degree of -1 for the rest
 parallelism.expert=2 ⇒ parallelism.expert=2: the model has no experts; try parallelism.expert=1
@@ -184,7 +184,7 @@ parallelism.async_tensor=true ⇒ parallelism.async_tensor=true: interleaves the
 parallelism.async_tensor=true parallelism.tensor=2 ⇒ parallelism.async_tensor=true: needs symmetric memory between GPUs, and this runs on a CPU; try false
 parallelism.context=3 ⇒ training.seq_len=512: must be a multiple of 6: two chunks for each of 3 context-parallel processes; try 510
 parallelism.context=2 parallelism.context_method=rings ⇒ parallelism.context_method=rings: no such choice; choose one of ring, all_gather
-parallelism.context=2 model.attention=math ⇒ model.attention=math: writes out all scores, and context=2 puts attention together of parts that are not; try auto
+parallelism.context=2 model.attention=math ⇒ model.attention=math: needs all scores at once, and context=2 computes them in parts; try auto
 parallelism.shard=2 parallelism.symmetric_memory=true ⇒ parallelism.symmetric_memory=true: is memory between GPUs, and this runs on a CPU; try false
 parallelism.pipeline=2 schedule=zbv ⇒ parallelism.pipeline=2: zbv makes 4 stages of it, more than the 2 blocks of the model; try parallelism.pipeline=1, or a schedule with fewer stages a rank
 parallelism.pipeline=2 model.tied_embeddings=true ⇒ parallelism.pipeline=2: the head is the embedding's table, which first and last stage would both have to own; try parallelism.pipeline=1, or model.tied_embeddings=false
@@ -196,8 +196,8 @@ parallelism.pipeline=2 parallelism.split=[layers.7] ⇒ parallelism.split=[layer
 parallelism.pipeline=2 parallelism.split=[layers.0,layers.1] ⇒ parallelism.split=[layers.0,layers.1]: must name a piece for each of the 1 stages after the first, and names 2; try null for a balanced split
 parallelism.pipeline=3 model.layers=4 parallelism.split=[layers.3,layers.1] ⇒ parallelism.split=[layers.3,layers.1]: stage 1 would begin with layers.3 and end before layers.1; name pieces in the order of the forward pass, each once, or null for a balanced split
 parallelism.pipeline=2 parallelism.split=2 ⇒ parallelism.split=2: must be a list of texts or null; try null
-parallelism.pipeline=2 model.layers=4 schedule=zero_bubble ⇒ schedule=zero_bubble: is no option of this group; try interleaved_zero_bubble; known: 1f1b, csv, dualpipe_v, gpipe, interleaved_1f1b, interleaved_…
-parallelism.pipeline=2 model.layers=4 schedule=1f1b schedule.stages_per_rank=2 ⇒ schedule.stages_per_rank=2: is no key of this recipe; it belongs to another schedule: try schedule=dualpipe_v
+parallelism.pipeline=2 model.layers=4 schedule=zero_bubble ⇒ schedule=zero_bubble: is not an option of this group; try interleaved_zero_bubble; known: 1f1b, csv, dualpipe_v, gpipe, interleaved_1f1b, interleaved_…
+parallelism.pipeline=2 model.layers=4 schedule=1f1b schedule.stages_per_rank=2 ⇒ schedule.stages_per_rank=2: is not a key of this recipe; it belongs to another schedule: try schedule=dualpipe_v
 parallelism.pipeline=2 model.layers=4 schedule=interleaved_1f1b schedule.stages_per_rank=0 ⇒ schedule.stages_per_rank=0: every rank has at least one stage; try 2
 parallelism.pipeline=2 model.layers=4 schedule=zbv schedule.stages_per_rank=3 ⇒ schedule.stages_per_rank=3: stages go through the ranks there and back, two a rank; try 2, or schedule=interleaved_zero_bubble
 parallelism.pipeline=2 model.layers=4 schedule=dualpipe_v training.microbatch=4 ⇒ schedule=dualpipe_v: needs at least 4 microbatches, one for each of its stages, and a step has 2; try schedule=zbv, or training.global_batch times 2
@@ -216,17 +216,17 @@ parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=halves.csv ⇒ 
 +recipe=nobody --config-dir conf ⇒ defaults=: x: names no group: conf/recipe/nobody.yaml; write GROUP: OPTION
 +recipe=slash --config-dir conf ⇒ defaults=/: x: names no group: conf/recipe/slash.yaml; write GROUP: OPTION
 +recipe=word --config-dir conf ⇒ defaults=override : x: names no group: conf/recipe/word.yaml; write GROUP: OPTION
-+recipe=keys --config-dir conf ⇒ recipe=keys: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/keys.yaml: # @package _global_
-+recipe=chosen --config-dir conf ⇒ recipe=chosen: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/chosen.yaml: # @package _global_
-+experiment=mine --config-dir conf ⇒ experiment=mine: has its keys below experiment, which is no key of a recipe; make this the first line of experiment/mine.yaml: # @package _global_
-model=llama_2m tracker=[wandb,tensorbord] ⇒ tracker=tensorbord: is no option of this group; try tensorboard; known: jsonl, tensorboard, wandb
-model=llama_2m tracker=[] ⇒ tracker=[]: is no list of options; known: jsonl, tensorboard, wandb; for none: tracker=jsonl
++recipe=keys --config-dir conf ⇒ recipe=keys: has its keys below recipe, which is not a key of a recipe; make this the first line of recipe/keys.yaml: # @package _global_
++recipe=chosen --config-dir conf ⇒ recipe=chosen: has its keys below recipe, which is not a key of a recipe; make this the first line of recipe/chosen.yaml: # @package _global_
++experiment=mine --config-dir conf ⇒ experiment=mine: has its keys below experiment, which is not a key of a recipe; make this the first line of experiment/mine.yaml: # @package _global_
+model=llama_2m tracker=[wandb,tensorbord] ⇒ tracker=tensorbord: is not an option of this group; try tensorboard; known: jsonl, tensorboard, wandb
+model=llama_2m tracker=[] ⇒ tracker=[]: is not a list of options; known: jsonl, tensorboard, wandb; for none: tracker=jsonl
 model=llama_2m tracker=[wandb,wandb] ⇒ tracker=[wandb,wandb]: names wandb twice; name each option once
 model=llama_2m tracker=[wandb,tensorboard] tracker.project=x ⇒ tracker.project=x: is a key of one of the chosen options, wandb; try tracker.wandb.project=x
-model=llama_2m tracker=[wandb,tensorboard] tracker.wandb.projct=x ⇒ tracker.wandb.projct=x: is no key of this recipe; did you mean tracker.wandb.project?
+model=llama_2m tracker=[wandb,tensorboard] tracker.wandb.projct=x ⇒ tracker.wandb.projct=x: is not a key of this recipe; did you mean tracker.wandb.project?
 model=llama_2m tracker=[wandb,tensorboard] tracker.kind=wandb ⇒ tracker.kind=wandb: says which schema the group has, and it has that of wandb+tensorboard; leave it out, and choose with tracker=…
 model=llama_2m tracker=[wandb,tensorboard] tracker.wandb=3 ⇒ tracker=wandb: is made without a schema of this group; begin its YAML with defaults: [tensorboard_schema, _self_] or [wandb_schema, _self_] or [jsonl_schema, _self_]
-model=llama_2m -m tracker=[wandb,nope],jsonl ⇒ tracker=nope: is no option of this group; known: jsonl, tensorboard, wandb
+model=llama_2m -m tracker=[wandb,nope],jsonl ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb
 model=llama_2m precision=[bf16,fp32] ⇒ precision=[bf16,fp32]: is two options of different schemas; name one of them
 -sc install=bash ⇒ --shell-completion=data=synthetic install=bash: would replace the completion of all verbs; try eval "$(titanlab completion bash)"
 --package x ⇒ --package=x: goes with --cfg; try --cfg job --package x
@@ -256,7 +256,7 @@ training.loss_chunk=-2 ⇒ training.loss_chunk=-2: must be at least -1; try 1024
 cluster.nodes=-1 ⇒ cluster.nodes=-1: must be at least 1; try 8, or null
 cluster.link_gb_per_second=nan ⇒ cluster.link_gb_per_second=nan: must be a positive number; try 450, or null
 cluster.allocator_excess=inf ⇒ cluster.allocator_excess=inf: must be a finite number; try 1.2, or null
-cluster.efficiencies.x=1 ⇒ cluster.efficiencies.x=1: is no key of this recipe; new keys of cluster.efficiencies are added with a plus: +cluster.efficiencies.x=…
+cluster.efficiencies.x=1 ⇒ cluster.efficiencies.x=1: is not a key of this recipe; new keys of cluster.efficiencies are added with a plus: +cluster.efficiencies.x=…
 --config-dir conf +recipe=moved ⇒ hydra.run.dir=elsewhere: is a setting of Hydra's that titanlab does not read, and conf/recipe/moved.yaml sets it; a run's folder is runs/SWEEP/NAME: give runs=FOLDER, sweep=NAME or name=NAME
 --config-dir conf +recipe=called ⇒ hydra.job.env_set={'A': 'b'}: is a setting of Hydra's that titanlab does not read, and conf/recipe/called.yaml sets it; set it in the shell, or with launch=slurm in launch.environment
 --config-dir conf model=list ⇒ file=conf/model/list.yaml: has no keys with values, as an option has; write KEY: VALUE, a key a line
@@ -264,17 +264,17 @@ cluster.efficiencies.x=1 ⇒ cluster.efficiencies.x=1: is no key of this recipe;
 --config-dir hidden ⇒ model=debug: hidden/model/debug.yaml is never read: …/conf has an option of that name; rename the file, and choose model=my_debug
 --config-dir hidden --cfg job ⇒ model=debug: hidden/model/debug.yaml is never read: …/conf has an option of that name; rename the file, and choose model=my_debug
 hydra.searchpath=[hidden] ⇒ model=debug: hidden/model/debug.yaml is never read: …/conf has an option of that name; rename the file, and choose model=my_debug
-'training={stepz:1}' ⇒ training={stepz:1}: has stepz, which is no key of this recipe; did you mean training.steps?
-'optimizer.schedule={nope:1}' ⇒ optimizer.schedule={nope:1}: has nope, which is no key of this recipe; keys of optimizer.schedule: warmup_steps, decay_fraction, decay, floor
+'training={stepz:1}' ⇒ training={stepz:1}: has stepz, which is not a key of this recipe; did you mean training.steps?
+'optimizer.schedule={nope:1}' ⇒ optimizer.schedule={nope:1}: has nope, which is not a key of this recipe; keys of optimizer.schedule: warmup_steps, decay_fraction, decay, floor
 name='${nope:1}' ⇒ name=${nope:1}: Unsupported interpolation type nope; name a key as in ${model.dim}, or a resolver
-optimizer.zzz=3 ⇒ optimizer.zzz=3: is no key of this recipe; keys of optimizer: lr, schedule, betas, eps, weight_decay, rounding, block_size…
+optimizer.zzz=3 ⇒ optimizer.zzz=3: is not a key of this recipe; keys of optimizer: lr, schedule, betas, eps, weight_decay, rounding, block_size…
 tracker.wandb.project=3 ⇒ tracker.wandb.project=3: is a key only where a list of options is chosen that has wandb; with tracker=wandb alone, write tracker.project=3
-tracker.wandb.zzz=1 ⇒ tracker.wandb.zzz=1: is no key of this recipe; keys of tracker.wandb: kind, mode, project, entity, group, tags, finish_seconds, qu…
-model.experts=4 ⇒ model.experts=4: is no key of this recipe; it belongs to another model: try model=mixtral
-steps=3 ⇒ steps=3: is no key of this recipe; did you mean profiler.steps or training.steps?
+tracker.wandb.zzz=1 ⇒ tracker.wandb.zzz=1: is not a key of this recipe; keys of tracker.wandb: kind, mode, project, entity, group, tags, finish_seconds, qu…
+model.experts=4 ⇒ model.experts=4: is not a key of this recipe; it belongs to another model: try model=mixtral
+steps=3 ⇒ steps=3: is not a key of this recipe; did you mean profiler.steps or training.steps?
 hydra.sweeper.where=3 ⇒ hydra.sweeper.where=3: is a key of a sweep's file; add hydra/sweeper=space to have hydra.sweeper.where
-lr_scheduler.lr_min=0.1 ⇒ lr_scheduler.lr_min=0.1: is no key of this recipe; torchtitan's lr_scheduler.lr_min is optimizer.schedule.floor here
-training.global_batch_size=3 ⇒ training.global_batch_size=3: is no key of this recipe; did you mean training.global_batch?
+lr_scheduler.lr_min=0.1 ⇒ lr_scheduler.lr_min=0.1: is not a key of this recipe; torchtitan's lr_scheduler.lr_min is optimizer.schedule.floor here
+training.global_batch_size=3 ⇒ training.global_batch_size=3: is not a key of this recipe; did you mean training.global_batch?
 name='${oc.env:STRANGE,x}' ⇒ name=${oc.env:STRANGE}: a variable of the environment may be a secret, and recipes are written down and sent to trackers; give the value itself; docs/configuration.md lists what may be read
 name='${oc.decode:"{a: 1}"}' ⇒ name=${oc.decode:"{a: 1}"}: cannot be read as an override; quote it: "name='${oc.decode:"{a: 1}"}'"
 name='${oc.create:{a: 1}}' ⇒ name=${oc.create:{a: 1}}: cannot be read as an override; quote it: "name='${oc.create:{a: 1}}'"
@@ -291,7 +291,7 @@ launch=slurm cluster=h100 parallelism.tensor=2 parallelism.async_tensor=true com
 launch=slurm cluster=h100 parallelism.replicate=2 parallelism.symmetric_memory=true ⇒ parallelism.symmetric_memory=true: is memory in which FSDP2 gathers, and nothing is sharded; try false
 launch=slurm cluster=h100 parallelism.shard=2 parallelism.symmetric_memory=true parallelism.cpu_offload=true ⇒ parallelism.symmetric_memory=true: has not been tried with parameters in host memory; try false, or parallelism.cpu_offload=false
 launch=slurm cluster=h100 parallelism.shard=2 parallelism.tensor=2 compile=block parallelism.symmetric_memory=true parallelism.async_tensor=true ⇒ parallelism.symmetric_memory=true: is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process; try false, or parallelism.async_tensor=false
-parallelism.context=2 model.attention=flash_attn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=flash_attn: is no kernel of torch's, of which context=2 puts attention together; try auto or flash
+parallelism.context=2 model.attention=flash_attn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=flash_attn: is not a kernel of torch, which context=2 needs; try auto or flash
 model=mixtral_debug parallelism.expert=0 ⇒ parallelism.expert=0: a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing; try 1
 model=mixtral_debug parallelism.expert=2 ⇒ parallelism.expert=2: must divide the 1 processes of shard · context · tensor; try parallelism.expert=1
 model=mixtral_debug parallelism.expert=3 parallelism.shard=3 training.global_batch=9 ⇒ parallelism.expert=3: must divide the 4 experts; try parallelism.expert=1
@@ -300,7 +300,7 @@ model=mixtral_debug parallelism.expert=2 parallelism.tensor=2 model.balance=auxi
 parallelism.tensor=2 parallelism.loss_parallel=false training.loss_chunk=64 ⇒ training.loss_chunk=64: loss_parallel=false gathers whole logits; try 0, or parallelism.loss_parallel=true
 training.on_nan=rollback checkpoint.every=0 ⇒ training.on_nan=rollback: goes back to a checkpoint, and checkpoint.every=0 saves none on the way; try checkpoint.every=100, or training.on_nan=skip
 launch=slurm cluster=h100 training.check_every=3 ⇒ training.check_every=3: compares bits, and without training.deterministic=true kernels of a GPU may give others each time; set that too, or try 0
--m model=llama_2m 'tracker=[wandb,nope],jsonl' ⇒ tracker=nope: is no option of this group; known: jsonl, tensorboard, wandb
+-m model=llama_2m 'tracker=[wandb,nope],jsonl' ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb
 launch=slurm cluster=local ⇒ cluster.accelerator=auto: is whatever this host has, and launch=slurm runs elsewhere; name the nodes: cluster=h100, cluster=cpu or one of your own (docs/clusters.md)
 launch.restarts=-1 ⇒ launch.restarts=-1: must not be negative…
 launch.restarts=1 launch.min_world=0 ⇒ launch.min_world=0: must be at least 1…
@@ -317,10 +317,10 @@ launch=slurm launch.cpus_per_task=-1 ⇒ launch.cpus_per_task=-1: must be at lea
 launch=slurm launch.array_parallelism=0 ⇒ launch.array_parallelism=0: must be at least 1; try 8, or null
 launch=slurm "launch.partition=' '" ⇒ launch.partition=…: must be a name…
 launch=slurm launch.python= ⇒ launch.python=: must be a name…
-launch=slurm +launch.environment.A-B=x ⇒ launch.environment=A-B: is no name of a variable…
+launch=slurm +launch.environment.A-B=x ⇒ launch.environment=A-B: is not a variable name…
 launch=slurm +launch.extra.ntasks_per_node=1 ⇒ launch.extra.ntasks_per_node=1: is titanlab's own…
 launch=slurm +launch.extra.job-name=x ⇒ launch.extra.job-name=x: is titanlab's own…
-launch=slurm "+launch.extra={time 5:x}" ⇒ launch.extra=time 5: is no flag of sbatch; write it long, without the dashes
+launch=slurm "+launch.extra={time 5:x}" ⇒ launch.extra=time 5: is not a flag of sbatch; write it long, without the dashes
 launch=slurm +launch.extra.exclusive=yes ⇒ launch.extra.exclusive=yes: is text, and … takes none; try true
 launch=slurm +launch.extra.use_min_nodes=Off ⇒ launch.extra.use_min_nodes=Off: is text, and … takes none; try false
 RANK=x WORLD_SIZE=4 ⇒ RANK=x: must be a whole number…
@@ -335,13 +335,13 @@ SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=x ⇒ SLURM_STEP_NUM_TASKS=x: must be a who
 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 ⇒ SLURM_PROCID=null: is not set…
 TITANLAB_CACHE=a-file/x data=files data.files=text.txt data.vocab_size=340 ⇒ TITANLAB_CACHE=a-file/x: cannot be written…export TITANLAB_CACHE=…
 training.steps=0 --cfg job ⇒ training.steps=0: must be at least 1; try 1000
-+foo=3 --cfg job ⇒ foo=3: is no key of this recipe; see `titanlab train --cfg job` for all keys
++foo=3 --cfg job ⇒ foo=3: is not a key of this recipe; see `titanlab train --cfg job` for all keys
 -m seed=0,-1 --dry-run ⇒ seed=-1: must lie in [0, 2⁶³); try 0
 --from toy --cfg job model.layers=3 ⇒ checkpoint.load_from=runs/single/toy-********/checkpoints/step-********: is of another model…
 --from toy checkpoint.load_from=x ⇒ checkpoint.load_from=x: follows from --from; leave it out
---from toy precision=b16 ⇒ precision=b16: is no option of this group; try bf16; known: bf16, bf16_full, float8_rowwise, float8_rowwise_with_gw_hp, …
---from toy training.step=9 ⇒ training.step=9: is no key of this recipe; did you mean training.steps?
---from toy longer ⇒ overrides=longer: is no override; write key=value
+--from toy precision=b16 ⇒ precision=b16: is not an option of this group; try bf16; known: bf16, bf16_full, float8_rowwise, float8_rowwise_with_gw_hp, …
+--from toy training.step=9 ⇒ training.step=9: is not a key of this recipe; did you mean training.steps?
+--from toy longer ⇒ overrides=longer: is not an override; write key=value
 """,
     "generate": r"""
 ⇒ arguments=: the following arguments are required: run; see `titanlab generate --help`
@@ -351,7 +351,7 @@ toy --tokens many ⇒ --tokens=many: must be a whole number; see `titanlab gener
 toy --temperature nan ⇒ --temperature=nan: must be at least 0; try 0
 toy --seed 99999999999999999999 ⇒ --seed=99999999999999999999: must be at most 9,223,372,036,854,775,807; see `titanlab generate --help`
 toy --top-k -1 ⇒ --top-k=-1: must be at least 0; try 0
-toy --device tpu ⇒ --device=tpu: is no device; try cpu or cuda
+toy --device tpu ⇒ --device=tpu: is not a device; try cpu or cuda
 toy --device cuda ⇒ --device=cuda: this host shows no GPU; try cpu
 toy --prompt def --lengths 3 ⇒ arguments=toy --prompt def --lengths 3: unrecognized arguments: --lengths 3; see `titanlab generate --help`
 toy ⇒ run=runs/single/toy-********: was trained on data without a tokenizer; train on data=stdlib or data=files
@@ -364,12 +364,12 @@ toy --step 4 ⇒ --step=4: the run has no whole checkpoint of this step; it has 
 toy optimizer.lr=1 ⇒ optimizer.lr=1: is not to be changed in a run that has begun; a new run from its checkpoint: titanlab train --from runs/single/toy-******** optimizer.lr=1; changeable: data.files, data.folder, data.pa…
 toy checkpoint.load_from=x ⇒ checkpoint.load_from=x: is not to be changed in a run that has begun; a new run from its checkpoint: titanlab train --from runs/single/toy-******** checkpoint.load_from=x; changeable: data.files, data…
 toy training.microbatches=2 ⇒ training.microbatches=2: is not to be changed in a run that has begun; a new run from its checkpoint: titanlab train --from runs/single/toy-******** training.microbatches=2; changeable: data.files, da…
-toy parallelism=fspd ⇒ parallelism=fspd: is no option of this group; try fsdp; known: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_cp, fsdp_t…
+toy parallelism=fspd ⇒ parallelism=fspd: is not an option of this group; try fsdp; known: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_cp, fsdp_t…
 toy checkpoint=sync ⇒ checkpoint=sync: is another preset, and a run that has begun has values; give keys of checkpoint
-toy tracker=[wandb,nope] ⇒ tracker=nope: is no option of this group; known: jsonl, tensorboard, wandb
-toy hello ⇒ overrides=hello: is no override; write key=value
+toy tracker=[wandb,nope] ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb
+toy hello ⇒ overrides=hello: is not an override; write key=value
 toy world=x ⇒ world=x: must be a whole number or null; try null
-toy parallelism.shards=4 ⇒ parallelism.shards=4: is no key of this recipe; did you mean parallelism.shard?
+toy parallelism.shards=4 ⇒ parallelism.shards=4: is not a key of this recipe; did you mean parallelism.shard?
 toy parallelism.shard=5 ⇒ training.global_batch=12: a run keeps it, and it must be a multiple of the 5 data-parallel processes; replicate × shard may be 1, 2, 3, 4, 6, 12
 toy world=4 ⇒ world=4: the degrees make 2 (shard 2); try world=2, or a degree of -1 for the rest
 toy training.log_every=99999999999999999999 ⇒ training.log_every=99999999999999999999: must be at most 2,147,483,647; try 10
@@ -411,7 +411,7 @@ hub --into out --format dcp --shard-size 1GB ⇒ --shard-size=1GB: applies to --
 hub --into out --format dcp --name x ⇒ --name=x: applies to --format titanlab, and the format is dcp; leave it out
 hub --into out --name x ⇒ --name=x: applies to --format titanlab, and the format is hf; leave it out
 hub --into out --names torchtitan ⇒ --names=torchtitan: applies to --format dcp, and the format is hf; leave it out
-run --into out --shard-size 1e400GB ⇒ --shard-size=1e400GB: is no size of a file; try 5GB
+run --into out --shard-size 1e400GB ⇒ --shard-size=1e400GB: is not a file size; try 5GB
 toy --name x ⇒ arguments=toy --name x: the following arguments are required: --into; see `titanlab export --help`
 toy --step 9 --into out ⇒ --step=9: the run has no whole checkpoint of this step; it has 3
 unsaved --into out ⇒ run=runs/single/unsaved-********: holds no complete checkpoint; give the folder of a run that has saved one, or that of a checkpoint
@@ -423,8 +423,8 @@ nope --into out ⇒ run=nope: fits no run under runs; try single/…
 """,
     "retry": r"""
 layouts --outcome oom --all-failed ⇒ --outcome=oom: is included in --all-failed; leave one of the two out
-layouts --outcome , ⇒ arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name runs
-layouts --outcome oom,fire ⇒ --outcome=fire: is no outcome; known: oom, hang, nan, crash, preempted, walltime, node_fail, cance…
+layouts --outcome , ⇒ arguments=: do not say which runs; try --outcome hang,node_fail, --all-failed or --stale, or name runs
+layouts --outcome oom,fire ⇒ --outcome=fire: is not an outcome; known: oom, hang, nan, crash, preempted, walltime, node_fail, cance…
 layouts nonesuch ⇒ run=nonesuch: fits no run of sweep layouts; try new-********
 layouts --outcome done ⇒ --outcome=done: is done…
 layouts --outcome oom precision=bf16 ⇒ precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node…
@@ -435,25 +435,25 @@ layouts --outcome oom launch.at_once=soon ⇒ launch.at_once=soon: …
 layouts --by speed ⇒ --by=speed: runs cannot be ranked by it; known: tps, mfu, memory
 layouts --max-memory 0 ⇒ --max-memory=0.0: must be a number of GiB above 0; try --max-memory 76
 layouts --max-memory much ⇒ --max-memory=much: must be a number; see `titanlab best --help`
-nothing ⇒ sweep=nothing: is no sweep under runs; try single
+nothing ⇒ sweep=nothing: is not a sweep under runs; try single
 ⇒ arguments=: the following arguments are required: sweep; see `titanlab best --help`
 """,
     "cancel": r"""
 ⇒ arguments=: the following arguments are required: sweep, run; see `titanlab cancel --help`
-nothing ⇒ sweep=nothing: is no sweep under runs; try single
+nothing ⇒ sweep=nothing: is not a sweep under runs; try single
 layouts nobody ⇒ run=nobody: fits no run of sweep layouts; try good-********
 """,
     "collect": r"""
-nothing ⇒ sweep=nothing: is no sweep under runs; try single
+nothing ⇒ sweep=nothing: is not a sweep under runs; try single
 ⇒ arguments=: the following arguments are required: sweep; see `titanlab collect --help`
 layouts --into runs/layouts/points.jsonl ⇒ --into=runs/layouts/points.jsonl: cannot be written (File exists); name a folder of yours
 """,
     "doctor": r"""
-model=debug ⇒ overrides=model=debug: is no key of launch; try launch=slurm launch.partition=gpu
-launch=nowhere ⇒ launch=nowhere: is no option of this group; known: local, slurm
+model=debug ⇒ overrides=model=debug: is not a key of launch; try launch=slurm launch.partition=gpu
+launch=nowhere ⇒ launch=nowhere: is not an option of this group; known: local, slurm
 """,
     "report": r"""
-nope ⇒ sweep=nope: is no sweep under runs; try single
+nope ⇒ sweep=nope: is not a sweep under runs; try single
 layouts --into a-file ⇒ --into=a-file: must end in .html; try a-file.html
 layouts --into a-file/a.html ⇒ --into=a-file: cannot be made…
 layouts --figures a-file/a ⇒ --figures=a-file/a: cannot be made…
@@ -473,14 +473,14 @@ layouts --by colour ⇒ arguments=layouts --by colour: argument --by: invalid ch
 +recipe=llama3_1_8b_8gpus cluster=h100 --explain --top 3 ⇒ --explain=true: is about one recipe, and --top about many; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --explain parallelism.pipeline=64 parallelism.shard=1 world=64 ⇒ parallelism.pipeline=64: 1f1b makes 64 stages of it, more than the 32 blocks of the model; try parallelism.pipeline=31 or 32, or a model of more blocks
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 precision=mxfp8 ⇒ precision=mxfp8: NVIDIA H100 80GB HBM3 is too old for mxfp8 products: it has compute capability 9.0, they need 10.0; try precision=bf16, or precision.emulate=true, which is slow
-+recipe=llama3_1_8b_8gpus cluster=h100 world=8 --fast ⇒ arguments=--fast: is no flag of this verb; see `titanlab train --help`
++recipe=llama3_1_8b_8gpus cluster=h100 world=8 --fast ⇒ arguments=--fast: is not a flag of this verb; see `titanlab train --help`
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 training.seq_len=4096,8192 ⇒ training.seq_len=4096,8192: is several values; add -m to run them all; a list is [4096,8192]
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --rank one ⇒ --rank=one: must be whole numbers with commas between them; try --rank 0
 +recipe=llama3_1_8b_8gpus cluster=h100 --rank 0 ⇒ --rank=0: names ranks that are traced; add --trace
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --explain ⇒ --trace=true: prints another answer than --explain; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --why ⇒ --trace=true: is about one recipe, and --why about many; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --vary compile ⇒ --trace=true: is about one recipe, and --vary about many; leave one out
---calibrate nothing ⇒ sweep=nothing: is no sweep under runs; try single
+--calibrate nothing ⇒ sweep=nothing: is not a sweep under runs; try single
 --calibrate layouts --measure ⇒ --calibrate=layouts: takes runs, and --measure a new job; leave one out
 --calibrate layouts --why ⇒ --calibrate=layouts: makes no plan, and --why is about one; leave it out
 --calibrate layouts cluster=h100 ⇒ arguments=cluster=h100: is not for --calibrate, which takes recipes and cluster from the runs; leave it out
@@ -488,7 +488,7 @@ layouts --by colour ⇒ arguments=layouts --by colour: argument --by: invalid ch
 cluster=cpu --out cluster/a.yaml ⇒ --out=cluster/a.yaml: belongs to --calibrate or --measure; leave it out, or add --calibrate SWEEP
 cluster=cpu --runs runs ⇒ --runs=runs: belongs to --calibrate; leave it out, or add --calibrate SWEEP
 --calibrate layouts --out cores.yaml ⇒ --out=cores.yaml: must lie in a folder named cluster, so that --config-dir finds it; try cluster/cores.yaml
---calibrate layouts --out cluster/cores.json ⇒ --out=cluster/cores.json: is no name of a cluster file; try cluster/mine.yaml
+--calibrate layouts --out cluster/cores.json ⇒ --out=cluster/cores.json: is not the name of a cluster file; try cluster/mine.yaml
 --calibrate layouts --out cluster/h100.yaml ⇒ --out=cluster/h100.yaml: has the name of a cluster that titanlab brings, and cluster=h100 would mean that one; try cluster/my_h100.yaml
 --calibrate layouts --out /proc/cluster/cores.yaml ⇒ --out=/proc/cluster/cores.yaml: cannot be written: No such file or directory; choose another folder, or make room
 --calibrate layouts --out conf/cluster/own.yaml ⇒ --out=conf/cluster/own.yaml: is a file that titanlab has not written; give another name
@@ -503,14 +503,14 @@ cluster=cpu --runs runs ⇒ --runs=runs: belongs to --calibrate; leave it out, o
 --measure profiler.seconds=0 ⇒ profiler.seconds=0.0: must be a positive number; try 0.2
 """,
     "logs": r"""
-bad --grep '(' ⇒ --grep=(: is no regular expression (missing ), unterminated subpattern at position 0); put \ before ( [ { * + ?
+bad --grep '(' ⇒ --grep=(: is not a regular expression (missing ), unterminated subpattern at position 0); put \ before ( [ { * + ?
 bad --tail -1 ⇒ --tail=-1: must not be negative; try 100
 bad --tail x ⇒ --tail=x: must be a whole number; see `titanlab logs --help`
 bad --rank 7 ⇒ --rank=7: the run has no log of this rank; it has those of 0; try --rank 0
 bad --follow --attempt 1 ⇒ --attempt=1: an attempt that has ended prints no more; leave out --attempt or --follow
 """,
     "status": r"""
-layout ⇒ sweep=layout: is no sweep under runs; try layouts
+layout ⇒ sweep=layout: is not a sweep under runs; try layouts
 layouts nothing ⇒ run=nothing: fits no run of sweep layouts; try big-********
 --watch ⇒ --watch=true: is for the table of one sweep; give a sweep, and nothing else
 """,
@@ -526,12 +526,12 @@ fish ⇒ completion=fish: is not a known shell; try bash (in zsh, run bashcompin
 'nope/*.txt' out ⇒ files=nope/*.txt: matches no file; check the path, and quote a pattern, so that no shell expands it
 text.txt a-file ⇒ folder=a-file: exists already; name another, or remove it
 text.txt out --vocab-size few ⇒ --vocab-size=few: must be a whole number; see `titanlab tokenize --help`
-text.txt out --tokenizer foreign.model ⇒ --tokenizer=foreign.model: is no SentencePiece model; give a .model or tokenizer.json
+text.txt out --tokenizer foreign.model ⇒ --tokenizer=foreign.model: is not a SentencePiece model; give a .model or tokenizer.json
 corpus.txt shards --tokenizer t.model --vocab-size 2048 ⇒ --vocab-size=2048: applies to a tokenizer that is trained, and --tokenizer names one; leave one of them out
 """,
     "download-tokenizer": r"""
 ⇒ arguments=: the following arguments are required: repo; see `titanlab download-tokenizer --help`
-a/b/c ⇒ repo=a/b/c: is no model of the hub; give <owner>/<model>, as in its address
+a/b/c ⇒ repo=a/b/c: is not a model of the hub; give <owner>/<model>, as in its address
 """,
     "import": r"""
 nothing ⇒ source=nothing: there is no such folder; give a folder of Hugging Face's, or a model of its hub as owner/name
@@ -543,12 +543,12 @@ theirs --into ours --name NULL ⇒ --name=NULL: cannot be chosen: model=null mea
 """,
     "sync": r"""
 ⇒ arguments=: the following arguments are required: RUN | SWEEP; see `titanlab sync --help`
-nothing ⇒ run=nothing: is no run and no sweep under runs; try single/…
+nothing ⇒ run=nothing: is neither a run nor a sweep under runs; try single/…
 layouts --tracker x ⇒ arguments=layouts --tracker x: argument --tracker: invalid choice: 'x' …; see `titanlab sync --help`
 """,
     "workspace": r"""
 ⇒ arguments=: the following arguments are required: sweep; see `titanlab workspace --help`
-nothing ⇒ sweep=nothing: is no sweep under runs; try single
+nothing ⇒ sweep=nothing: is not a sweep under runs; try single
 """,
     "diagnose": r"""
 ⇒ arguments=: the following arguments are required: run; see `titanlab diagnose --help`
@@ -562,33 +562,33 @@ nothing ⇒ run=nothing: fits no run under runs; try single/…
     "repro": r"""
 ⇒ arguments=: the following arguments are required: run; see `titanlab repro --help`
 nothing ⇒ run=nothing: fits no run under runs; try single/…
-good --into a-file/x ⇒ --into=a-file/x: cannot be made (a-file is no folder); give another folder
+good --into a-file/x ⇒ --into=a-file/x: cannot be made (a-file is not a folder); give another folder
 good --attempt 4 ⇒ --attempt=4: the run has no such attempt; known: 1; try --attempt 1
 """,
     "clean": r"""
---what everything ⇒ --what=everything: everything is no kind; choose from checkpoints, superseded, temporary, code, data-cache, compile-cache, all
+--what everything ⇒ --what=everything: everything is not a kind; choose from checkpoints, superseded, temporary, code, data-cache, compile-cache, all
 --keep 0 ⇒ --keep=0: must be at least 1; resume needs the newest checkpoint
-nothing ⇒ name=nothing: is no run and no sweep under runs; try single/…
+nothing ⇒ name=nothing: is neither a run nor a sweep under runs; try single/…
 bad --what compile-cache ⇒ --what=compile-cache: compile-cache is of all runs, and bad is named; leave the run or the sweep out
 bad --what temporary,data-cache ⇒ --what=temporary,data-cache: data-cache is of all runs, and bad is named; leave the run or the sweep out
---runs a-file ⇒ --runs=a-file: is no folder; name the folder of runs
+--runs a-file ⇒ --runs=a-file: is not a folder; name the folder of runs
 """,
     "sweep": r"""
 ⇒ arguments=: do not say what to sweep; try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps
-+sweeps=nope ⇒ sweeps=nope: is no option of this group; known: ac_memory, cpu_1d_to_4d, cpu_calibration, llama3_405b_512gpu…
++sweeps=nope ⇒ sweeps=nope: is not an option of this group; known: ac_memory, cpu_1d_to_4d, cpu_calibration, llama3_405b_512gpu…
 seed=1,2 ++seed=3,4 ⇒ seed=3,4: is swept twice; …
 seed=1,2 seed=7 ⇒ seed=7: is one value for all points…
 seed=1,1 ⇒ space.product.seed=1: is there twice; …
 seed=1,1.0 ⇒ seed=1.0: must be a whole number; …
 seed=range(0,10,nan) ⇒ seed=range(0,10,nan): has no end of values, or none at all; …
 seed=glob(*) ⇒ seed=glob(*): fits no value; …
-"=1,2" ⇒ space.product=: is no key of a recipe; …
-training.steps.x=1,2 ⇒ training.steps.x=1,2: is no key of this recipe; did you mean training.steps?
+"=1,2" ⇒ space.product=: is not a key of a recipe; …
+training.steps.x=1,2 ⇒ training.steps.x=1,2: is not a key of this recipe; did you mean training.steps?
 sweeps=a,b ⇒ sweeps=a,b: is one for the whole sweep; …
 optimizer.schedule=3,4 ⇒ optimizer.schedule=3: has keys of its own; …
 hydra/sweeper=space seed=1,2 hydra.sweeper.repeats=true ⇒ repeats=true: must be a whole number, at least 1; …
 hydra/sweeper=space seed=1,2 hydra.sweeper.repeats=1001 ⇒ repeats=1001: is more than 1000; …
-hydra/sweeper=space seed=1,2 hydra.sweeper.where=[null] ⇒ where=null: is no condition; …
+hydra/sweeper=space seed=1,2 hydra.sweeper.where=[null] ⇒ where=null: is not a condition; …
 seed=1,2 hydra.sweeper=null ⇒ hydra.sweeper=null: takes away what titanlab reads a sweep with; …
 seed=1,2 ~hydra.launcher._target_ ⇒ hydra.launcher._target_=: would run the points by itself…
 seed=1 --wait --dry-run ⇒ --dry-run=true: submits nothing to wait for (--wait); leave one out
@@ -598,14 +598,14 @@ seed=0,1 --json --wait ⇒ --json=true: prints no table, and --wait shows one; l
 """,
     "parity": r"""
 ⇒ arguments=: do not say what to prove; try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs
-nope ⇒ sweep=nope: is no sweep under runs; try single
+nope ⇒ sweep=nope: is not a sweep under runs; try single
 --cfg job ⇒ arguments=--cfg job: name no recipe; try +recipe=quickstart, or +sweeps=NAME
 quickstart "+recipe=quickstart parallelism=fsdp world=2 seed=1" ⇒ seed=1: cannot be compared with +recipe=quickstart, which has seed=0; compare recipes that differ in layout or technique only
 quickstart "+recipe=quickstart model=debug" ⇒ model.dim=64: cannot be compared with +recipe=quickstart, which has model.dim=192; compare recipes that differ in layout or technique only
 quickstart "+recipe=quickstart seed=1,2" ⇒ recipe=+recipe=quickstart seed=1,2: describes 2 recipes, and two are compared; leave the others out, or prove all: titanlab parity +sweeps=…
 quickstart nonesuch ⇒ recipe=nonesuch: is neither a run nor a recipe; try +recipe=NAME, or name two runs (--runs FOLDER)
 quickstart "+recipe=quickstart 'world=2" ⇒ recipe=+recipe=quickstart 'world=2: cannot be read (No closing quotation); try '+recipe=quickstart world=2'
-good "+recipe=quickstart seed=1" ⇒ run=+recipe=quickstart seed=1: is no finished run, and good is one; compare two runs, or two recipes
+good "+recipe=quickstart seed=1" ⇒ run=+recipe=quickstart seed=1: is not a finished run, and good is one; compare two runs, or two recipes
 good over --steps=5 ⇒ --steps=5: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
 good over --inductor ⇒ --inductor=true: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
@@ -615,7 +615,7 @@ quickstart --processes 0 ⇒ --processes=0: must lie in 1 to 256; try 16
 """,
     "rehearse": r"""
 ⇒ arguments=: do not say what to rehearse; try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep
-nope ⇒ sweep=nope: is no sweep under runs; try single
+nope ⇒ sweep=nope: is not a sweep under runs; try single
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
 quickstart --keep a-file ⇒ --keep=a-file: cannot be made (File exists); give a folder of yours
 quickstart --keep conf ⇒ --keep=conf: has files already; give an empty folder, or a new one

@@ -194,12 +194,12 @@ def test_fingerprint_is_of_the_content(json_lines, tmp_path, model_file, cache):
 
 
 BAD = {
-    "missing field": ({"text_field": "body"}, r"data\.text_field=body: is no column of json; it has: text"),
+    "missing field": ({"text_field": "body"}, r"data\.text_field=body: is not a column of json; it has: text"),
     "field of another type": ({"files": '{"text": 5}\n'}, r"data\.text_field=text: holds int, no text"),
     "not JSON": ({"files": '{"text": "a"}\n{"te\n'}, r"data\.path=json: has a part that cannot be read"),
     "no text": ({"files": '{"text": ""}\n'}, r"data\.path=json: has no text in text"),
-    "no such split": ({"split": "test"}, r"data\.split=test: is no split of json"),
-    "no such validation split": ({"validation_split": "dev"}, r"data\.validation_split=dev: is no split of json"),
+    "no such split": ({"split": "test"}, r"data\.split=test: is not a split of json"),
+    "no such validation split": ({"validation_split": "dev"}, r"data\.validation_split=dev: is not a split of json"),
     "no such file": ({"data_files": ["/nowhere/*.jsonl"]}, r"data\.data_files=/nowhere/\*\.jsonl: matches no file"),
     "no such folder": ({"path": "/nowhere/at/all", "data_files": []}, r"data\.path=/nowhere/at/all: "),
     "pickles": ({"path": "pandas"}, r"data\.path=pandas: reads pickles, which can run code; convert them to parquet"),

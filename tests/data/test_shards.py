@@ -68,7 +68,7 @@ def test_a_value_that_no_index_has_is_named(tmp_path, name):
     changes, reason = BROKEN[name]
     rewritten(tmp_path, **changes)
     said = refusal(tmp_path)
-    assert said.startswith(f"k={tmp_path / 'index.json'}: is no index of token shards ({reason}"[:120])
+    assert said.startswith(f"k={tmp_path / 'index.json'}: is not an index of token shards ({reason}"[:120])
     assert said.endswith("; make the folder with `titanlab tokenize`")
 
 
@@ -82,9 +82,9 @@ def test_what_is_no_json_is_one_line(tmp_path, content):
 def test_a_folder_without_an_index_is_one_line(tmp_path):
     cure = "make the folder with `titanlab tokenize`"
     assert refusal(tmp_path) == f"k={tmp_path}: has no index.json; {cure}"
-    assert refusal(tmp_path / "none") == f"k={tmp_path / 'none'}: is no folder; {cure}"
+    assert refusal(tmp_path / "none") == f"k={tmp_path / 'none'}: is not a folder; {cure}"
     (tmp_path / "file").write_text("")
-    assert refusal(tmp_path / "file") == f"k={tmp_path / 'file'}: is no folder; {cure}"
+    assert refusal(tmp_path / "file") == f"k={tmp_path / 'file'}: is not a folder; {cure}"
 
 
 @pytest.mark.parametrize(

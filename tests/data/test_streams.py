@@ -103,7 +103,7 @@ def test_held_out_rows(tokens, sequences, ranks):
     assert {len(each) for each in rows} == {math.ceil(min(sequences, 7) / ranks)}
     valid = [int(label) for each in rows for _, labels in each for label in labels if label != source.IGNORE]
     assert len(valid) == len(set(valid))
-    # Training has tokens 0 … 317, validation 318 … 367, whose first is no label.
+    # Training has tokens 0 … 317, validation 318 … 367, whose first is not a label.
     assert set(valid) <= set(range(319, 368))
     if sequences >= 7:
         assert set(valid) == set(range(319, 368))

@@ -60,7 +60,9 @@ def test_compressed_files(tmp_path, ending):
     assert documents(plain) == [TEXTS[2]]
     for content in (lines.read_bytes()[:-20], b"no such format " * 10):
         lines.write_bytes(content)
-        with pytest.raises(ConfigError, match=rf"a\.jsonl{ending}: is no whole {ending} file \(.*\); fetch it again"):
+        with pytest.raises(
+            ConfigError, match=rf"a\.jsonl{ending}: is not a whole {ending} file \(.*\); fetch it again"
+        ):
             documents(lines)
 
 
@@ -190,8 +192,8 @@ def test_sample_is_spread_over_the_files(tmp_path):
         ("a.jsonl", b'{"text": 5}\n', "data.text_field", r"=text: is int, no text"),
         ("a.json", b'[\n{"text": "a"}\n]', "data.files", r"a\.json:1: is not JSON"),
         ("a.jsonl", b"[" * 100_000, "data.files", r"is not JSON"),
-        ("a.parquet", b"PAR1 not really", "data.files", r"a\.parquet: is no readable parquet"),
-        ("a.parquet", b"", "data.files", r"a\.parquet: is no readable parquet"),
+        ("a.parquet", b"PAR1 not really", "data.files", r"a\.parquet: is not a readable Parquet file"),
+        ("a.parquet", b"", "data.files", r"a\.parquet: is not a readable Parquet file"),
         (
             "a.txt",
             b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n",
@@ -214,8 +216,8 @@ def test_sample_is_spread_over_the_files(tmp_path):
         ("a.jsonl", b"PAR1\x15\x04", "data.files", r"is parquet; give it the ending \.parquet"),
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "data.files", "begins as UTF-16 text does; .*iconv -f UTF-16"),
         ("a.txt", "text".encode("utf-16"), "data.files", "begins as UTF-16 text does; .*iconv -f UTF-16"),
-        ("a.txt.gz", b"plain", "data.files", r"is no whole .gz file"),
-        ("a.txt.gz", gzip.compress(b"x" * 999, mtime=0)[:-12], "data.files", r"is no whole .gz file"),
+        ("a.txt.gz", b"plain", "data.files", r"is not a whole .gz file"),
+        ("a.txt.gz", gzip.compress(b"x" * 999, mtime=0)[:-12], "data.files", r"is not a whole .gz file"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, key, message):

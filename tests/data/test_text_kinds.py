@@ -399,7 +399,7 @@ def test_rules(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             source.check(config, **{**fits, **change})
-    # One token is no sequence, and nothing to validate on.
+    # One token is not a sequence: nothing is left to validate on.
     one = folder_of(tmp_path / "one", [60], [1])
     with pytest.raises(ConfigError, match="holds nothing out to validate on"):
         source.check(one, **fits, validation_sequences=1)

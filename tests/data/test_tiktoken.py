@@ -138,8 +138,8 @@ def test_a_folder_as_meta_released_it_has_one(tokens, tmp_path):
     ("change", "rule"),
     [
         (lambda lines: lines[:100], "byte "),
-        (lambda lines: [*lines[:300], b"!!! 300", *lines[301:]], "line 301 is no token and rank"),
-        (lambda lines: [*lines[:300], *lines[301:]], "line 301 has not the next rank"),
+        (lambda lines: [*lines[:300], b"!!! 300", *lines[301:]], "line 301 has no token and rank"),
+        (lambda lines: [*lines[:300], *lines[301:]], "line 301 does not have the next rank"),
         (lambda lines: [*lines[:300], lines[0].split()[0] + b" 300", *lines[301:]], "or a token twice"),
         # Before it was held, 200,000 bytes took 20 GB of memory.
         (
@@ -148,7 +148,7 @@ def test_a_folder_as_meta_released_it_has_one(tokens, tmp_path):
         ),
         (
             lambda lines: [*lines[:300], lines[300].split()[0] + b" -300", *lines[301:]],
-            "line 301 has not the next rank",
+            "line 301 does not have the next rank",
         ),
     ],
     ids=["cut", "no base64", "a line lost", "twice", "long", "negative"],

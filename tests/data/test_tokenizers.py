@@ -77,7 +77,7 @@ NOTHING = "warning: no token begins or ends a document: nothing separates it fro
         ({"bos_token": "<s>", "eos_token": None}, None, (2, None), (2, None), ["a document begins with token 2"]),
         ({"bos_token": "<b>", "eos_token": "</s>"}, None, (None, None), (None, None), [LACKING.format(role="bos_token", name="<b>", file="{file}"), LACKING.format(role="eos_token", name="</s>", file="{file}"), NOTHING]),
         ({"bos_token": "<s>", "eos_token": {"content": "</s>"}}, None, (2, None), (2, None), ["a document begins with token 2", LACKING.format(role="eos_token", name="</s>", file="{file}")]),
-        # What is no text names no token.
+        # A value that is not text names no token.
         ({"bos_token": 5, "eos_token": ["a"]}, None, (None, None), (None, None), [NOTHING]),
         # The older file beside it, which counts as long as the config does not list the added tokens.
         (None, {"bos_token": "<s>", "eos_token": {"content": "a"}, "add_bos_token": True}, (2, 3), (2, 3), ["a document begins with token 2 and ends with token 3"]),
@@ -183,16 +183,16 @@ def test_half_a_character_is_shown_as_incomplete(model_file):
 @pytest.mark.parametrize(
     ("content", "rule"),
     [
-        (b"", "no SentencePiece model"),
-        (b"not a model at all", "no SentencePiece model"),
-        (bytes(range(256)) * 20, "no SentencePiece model"),
+        (b"", "is not a SentencePiece model"),
+        (b"not a model at all", "is not a SentencePiece model"),
+        (bytes(range(256)) * 20, "is not a SentencePiece model"),
         (base64.b64encode(b"the") + b" 5\n" + base64.b64encode(b"a") + b" 6\n", "tiktoken"),
-        (b"{", "no tokenizer.json"),
-        (b'{"a": 1}', "no tokenizer.json"),
-        (b'{"model": ' + b"[" * 100_000, "no tokenizer.json"),
+        (b"{", "is not a tokenizer.json"),
+        (b'{"a": 1}', "is not a tokenizer.json"),
+        (b'{"model": ' + b"[" * 100_000, "is not a tokenizer.json"),
         (json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}).encode(), "has 2 tokens"),
         (json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}).encode(), "vocabulary"),
-        (b"{\xff\xfe", "no tokenizer.json"),
+        (b"{\xff\xfe", "is not a tokenizer.json"),
         (gzip.compress(b"{}", mtime=0), "is compressed with gzip; decompress it"),
         ("{}".encode("utf-16"), "begins as UTF-16 text does; .*iconv"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, .*`git lfs pull`"),
@@ -268,8 +268,8 @@ def added(name, number):
         ({"a": 0, "b": 1, "c": 1}, [], "gives the id 1 to two tokens"),
         ({"a": 0, "b": 1, "c": 9_000_000}, [], "has ids up to 9000000 and only 3 tokens"),
         ({"a": 0, "b": 1, "c": 2**32 - 1}, [], "has ids up to 4294967295 and only 3 tokens"),
-        ({"a": 0, "b": 1, "c": 2**40}, [], r"is no tokenizer\.json .*expected u32"),
-        ({"a": 0, "b": 1, "c": -1}, [], r"is no tokenizer\.json .*expected u32"),
+        ({"a": 0, "b": 1, "c": 2**40}, [], r"is not a tokenizer\.json .*expected u32"),
+        ({"a": 0, "b": 1, "c": -1}, [], r"is not a tokenizer\.json .*expected u32"),
         ({"a": 0, "b": 1, "c": 2}, [added("a", 500)], "'a' the id 500, and the tokenizers library gives it 0"),
         ({"a": 0, "b": 1, "c": 2}, [added("d", 500)], "'d' the id 500, and the tokenizers library gives it 3"),
     ],
@@ -383,8 +383,8 @@ def test_prefers_the_file_it_can_read(hub, json_file, tmp_path):
     [
         (failed(errors.GatedRepoError, 403), "does not let you in: .*; accept its terms .*--token or HF_TOKEN"),
         (failed(errors.HfHubHTTPError, 401), "does not let you in"),
-        (failed(errors.RepositoryNotFoundError, 404), "is no model of the hub, or a private one; check its name"),
-        (errors.HFValidationError("bad name"), "is no model of the hub"),
+        (failed(errors.RepositoryNotFoundError, 404), "is not a model of the hub, or is private; check its name"),
+        (errors.HFValidationError("bad name"), "is not a model of the hub"),
         (errors.LocalEntryNotFoundError("offline"), r"cannot be fetched \(offline\); check the network"),
         (httpx.ConnectError("no route\nto host"), r"cannot be fetched \(no route to host\); check the network"),
         (failed(errors.HfHubHTTPError, 500), "cannot be fetched"),
@@ -418,7 +418,7 @@ def test_a_file_that_is_no_tokenizer_replaces_nothing(hub, tmp_path, model_file)
 @pytest.mark.parametrize("repo", ["", "/", "a/b/c", "https://hub.invalid/a/b"])
 def test_names_that_are_none(hub, tmp_path, repo):
     fake = hub()
-    with pytest.raises(ConfigError, match="is no model of the hub; give <owner>/<model>"):
+    with pytest.raises(ConfigError, match="is not a model of the hub; give <owner>/<model>"):
         download_tokenizer(repo, tmp_path)
     assert not fake.asked
 

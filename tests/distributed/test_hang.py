@@ -228,7 +228,7 @@ def test_a_rank_that_waits_and_whose_record_is_damaged_is_named(hung):
     assert (sorted(found.records), list(found.damaged)) == ([0], [2])
     assert found.damaged[2].startswith(f"{path}: ")
     assert found.others[2] == "waits in all_gather (distributed/x.py:7)"
-    # What is damaged is no reason to suspect that rank.
+    # A damaged file is not a reason to suspect its rank.
     assert found.diagnosis.ranks == (1,)
 
 

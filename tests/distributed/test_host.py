@@ -141,7 +141,7 @@ GIB = 2**30
             {"slurm/job_7/memory.max": 3 * GIB, "slurm/job_7/step_0/memory.max": "max"},
             3 * GIB,
         ),
-        # Version 1, in which a number beyond all memory is no limit.
+        # Version 1: a number beyond all memory means no limit.
         (
             "9:cpuset:/slurm/job_7\n4:memory:/slurm/uid_1/job_7\n0::/",
             {

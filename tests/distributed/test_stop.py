@@ -168,7 +168,7 @@ def test_the_death_of_the_launcher_is_a_request_without_a_signal(monkeypatch):
         monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
         until(lambda: request.signal)
         assert (request.signal, request.cause) == (signal.SIGTERM, "its launcher is gone; the run can be resumed")
-        # The first signal after it is no second request.
+        # The first signal after it is not a second request.
         os.kill(os.getpid(), signal.SIGTERM)
     assert [thread for thread in threading.enumerate() if thread.name == "launcher"] == []
 

@@ -103,7 +103,7 @@ class Reader:
             environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
             environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
             words = words[words.index("-m") + 1 :]
-        assert words[0] == "titanlab", f"{text}: is no command of titanlab"
+        assert words[0] == "titanlab", f"{text}: is not a command of titanlab"
         return environ, [os.path.expanduser(word) for word in words[1:] if word != "…"]
 
     def _stand_in(self) -> None:
@@ -120,7 +120,7 @@ class Reader:
         patch("titanlab.cli.resume.prepare", prepared_run)
         patch("titanlab.cli.resume.execute", lambda ready, console: Outcome(kind=OutcomeKind.DONE))
         patch("titanlab.cli.resume._submitted", lambda recipe, console: 0)
-        # Whether Slurm is here is no matter of what is written.
+        # What is written does not depend on whether Slurm is here.
         patch("titanlab.cli.sweep.check_study", lambda study: check_study(study, submits=False, answered=False))
         patch("titanlab.cli.sweep.submit", lambda study, report, *, force: SimpleNamespace(folder=None, decisions=()))
         # The first point of many may be one that does not fit: tests/sweep/study leaves such points out.

@@ -165,7 +165,7 @@ def wrong_by_name(text: str) -> str:
     """Check that a verb in the text exists and has the flag."""
     words = text.split()
     if words[1] not in VERBS.split():
-        return "is no verb"
+        return "is not a verb"
     said = help_of(words[1])
     flags = [word for word in words[2:] if word.startswith("-")]
     missing = [flag for flag in flags if not re.search(rf"(?<![\w-]){flag}\b", said)]

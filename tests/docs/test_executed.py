@@ -73,7 +73,7 @@ def to_execute(page: str) -> list[str]:
 def shortened(text: str) -> str:
     if not text.startswith("titanlab train"):
         return text
-    # Profilers and trackers are no part of a run's identity: without another name, the run would be done already.
+    # Profilers and trackers are not part of a run's identity: without another name, the run would be done already.
     recorder = re.search(r"(profiler|tracker)=\[?([\w,]+)", text)
     name = f"name={recorder[2].replace(',', '_')}" if recorder else ""
     # A profiler records later steps.

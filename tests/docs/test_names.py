@@ -70,7 +70,7 @@ def wrong_override(text):
     names = [name for name in keys() if name == key or ("." not in key and name.endswith(f".{key}"))]
     if not names:
         added = key.rpartition(".")[0] in keys() and text.strip("'").startswith("+")
-        return "" if added else "is no key"
+        return "" if added else "is not a key"
     return "" if OPEN.search(value) else wrong_value(names, text.strip("'"))
 
 
@@ -99,9 +99,9 @@ def wrong_name(text):
     if all(OVERRIDE.fullmatch(word) for word in words):
         return next(filter(None, map(wrong_override, words)), "")
     if KEY.fullmatch(text):
-        return "" if text in keys() or text.startswith("hydra.") else "is no key"
+        return "" if text in keys() or text.startswith("hydra.") else "is not a key"
     if FLAG.fullmatch(words[0]):
-        return "" if any(known_flag(words[0], verb) for verb in VERBS.split()) else "is no flag of any verb"
+        return "" if any(known_flag(words[0], verb) for verb in VERBS.split()) else "is not a flag of any verb"
     if FILE.fullmatch(text) and not OPEN.search(text):
         return "" if list(ROOT.glob(text.rstrip("/"))) else "there is no such file"
     return ""

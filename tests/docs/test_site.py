@@ -21,7 +21,7 @@ LOADED_BY_STYLE = re.compile(r"url\(\s*['\"]?([^'\")]+)|@import\s+['\"]([^'\"]+)
 
 
 def build(config: Path, into: Path) -> subprocess.CompletedProcess[str]:
-    # Not with --quiet: then warnings are no errors.
+    # Not with --quiet: then warnings are not errors.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(into)]
     return subprocess.run(command, cwd=ROOT, env=ENVIRON, capture_output=True, text=True, timeout=300)
 
@@ -60,7 +60,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
     }
     assert len(loaded) > 5
     assert [target for target in loaded if re.match(r"(\w+:)?//", target)] == []
-    # Nor is anything of the repository copied there that is no page and no part of one.
+    # Nothing of the repository is copied there that is neither a page nor part of one.
     assert {path.suffix for path in site.rglob("*") if path.is_file()} <= {
         *(".html", ".css", ".js", ".map", ".json", ".svg", ".png", ".xml", ".gz", ".inv")
     }

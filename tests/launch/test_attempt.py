@@ -138,7 +138,7 @@ def test_what_stands_where_a_folder_of_the_run_was_is_one_line(tmp_path, name, t
         (run.path / name).touch()
     else:
         (run.path / name).symlink_to(tmp_path / target)
-    with pytest.raises(ConfigError, match=f"^run=.*{name}: is no folder; remove it$"):
+    with pytest.raises(ConfigError, match=f"^run=.*{name}: is not a folder; remove it$"):
         begin(run, recipe, group())
     assert run.attempts() == ([1] if name == "logs" else [])
 

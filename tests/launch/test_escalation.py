@@ -37,7 +37,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def process():
-    """A process that is no rank, and does nothing."""
+    """A process that is not a rank, and does nothing."""
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()

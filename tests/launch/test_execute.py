@@ -154,7 +154,7 @@ def test_an_old_wish_to_cancel_is_not_for_the_next_attempt(tmp_path, starts, con
     execute(ready(recipe), console)
     (run,) = list_runs(tmp_path)
     run.ask_to_cancel()
-    with run.claim(), pytest.raises(ConfigError, match="is in the hands of"):
+    with run.claim(), pytest.raises(ConfigError, match="is locked by"):
         execute(ready(recipe), console)
     # Whoever works on it has still to read it.
     assert run.asked_to_cancel()
@@ -361,7 +361,7 @@ def test_damaged_checkpoints_are_passed_over_in_a_line_each(tmp_path, starts, co
     (step_folder(run.checkpoints, 4) / "position.json").unlink()
     execute(ready(recipe), console)
     assert (
-        "goes on from step 4: step-00000006 is damaged: its file index.json is no index of a checkpoint"
+        "goes on from step 4: step-00000006 is damaged: its file index.json is not an index of a checkpoint"
         in said.getvalue()
     )
     line = "goes on from step 2: step-00000004 is damaged: its file position.json is missing; it is kept as step-"

@@ -174,7 +174,7 @@ def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds,
     monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
     with run.claim(), contextlib.ExitStack() as stack:
         told = claim_run(run, stack, seconds=seconds, is_ending=lambda: ending)
-        assert re.fullmatch(r"is in the hands of process \d+ on .+", told)
+        assert re.fullmatch(r"is locked by process \d+ on .+", told)
     assert not run.is_claimed()
 
 

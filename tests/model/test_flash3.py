@@ -85,7 +85,7 @@ def test_what_it_lacks(package, monkeypatch):
     assert not flash3.choose_flash("auto", HOPPER)
     for name in ("_activate", "_known", "_current", "_restore"):
         monkeypatch.setattr(flash3, name, None)
-    assert "is no kernel that torch" in flash3.flash3_missing(HOPPER)[0]
+    assert "is not a kernel that torch" in flash3.flash3_missing(HOPPER)[0]
     assert not flash3.choose_flash("flash", HOPPER)
 
 

@@ -74,7 +74,7 @@ def test_what_may_be_is_taken():
 @pytest.mark.parametrize(
     ("balance", "layout", "line"),
     [
-        ("auxiliary_sequence", {"context": 2}, "counts by sequence, of which context=2 gives each process a part"),
+        ("auxiliary_sequence", {"context": 2}, "counts by sequence, and context=2 splits each sequence"),
         ("auxiliary_sequence", {"shard": 2, "tensor": 2, "expert": 2}, "each process routes a part of the tokens"),
         ("auxiliary_sequence", {"shard": 2, "expert": 2}, None),
         ("auxiliary_sequence", {"tensor": 2}, None),

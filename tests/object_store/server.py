@@ -158,4 +158,4 @@ class StoreServer(ThreadingHTTPServer):
         return f"127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request, client_address):
-        """A client that dies is no error of the server."""
+        """A client that dies is not an error of the server."""

@@ -26,7 +26,7 @@ def tensors(dtype, device="meta", *, rows=40, keys=24, kv_heads=2, head_dim=32):
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_operators_take_and_give_what_the_table_says(kernel, dtype, causal):
-    # 40 rows are no multiple of the 32 that one kernel pads to.
+    # 40 rows are not a multiple of the 32 that one kernel pads to.
     q, k, v = tensors(dtype, keys=40 if causal else 24)
     out, lse = kernel.forward(q, k, v, causal=causal)
     assert (out.shape, out.dtype) == (q.shape, dtype)

@@ -171,7 +171,7 @@ def test_on_a_cpu_communication_counts_where_the_main_thread_runs_no_operation()
         event("titanlab.issue:shard:all_gather", 110, 110, "user_annotation"),
         event("c10d::_allgather_base_", 111, 120),
         event("gloo:all_gather", 115, 300, "user_annotation", tid=9),
-        # An operation of gloo's own thread is no compute of this rank's.
+        # An operation of gloo's own thread is not compute of this rank.
         event("aten::view", 116, 290, tid=9),
         event("aten::mm", 200, 350),
         phase("backward", 400, 900),
@@ -182,7 +182,7 @@ def test_on_a_cpu_communication_counts_where_the_main_thread_runs_no_operation()
         event("gloo:all_reduce", 510, 600, "user_annotation", tid=9),
         event("titanlab.issue:shard:all_reduce", 590, 590, "user_annotation"),
         event("gloo:all_reduce", 590, 640, "user_annotation", tid=10),
-        # A message on its way is no wait: its wait has a phase of its own.
+        # A message on its way is not a wait: the wait has its own phase.
         event("gloo:recv", 640, 900, "user_annotation"),
         phase("exposed_pipeline", 700, 800),
         phase("checkpoint", 900, 950),

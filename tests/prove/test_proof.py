@@ -315,8 +315,8 @@ def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "is no JSON"),
-        ("{", "is no JSON"),
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
         ("[]", "no object"),
         ('{"schema": 2, "rows": []}', "reads schema 1"),
         ('{"schema": "1", "rows": []}', "schema"),

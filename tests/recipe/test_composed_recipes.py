@@ -51,7 +51,7 @@ def test_a_key_of_no_schema_is_refused_wherever_it_was_added(place):
     with open_dict(inner):
         inner.colour = "red"
     key = f"optimizer.{place}.colour" if place else "optimizer.colour"
-    assert refused(to_group, node, "optimizer").startswith(f"{key}=red: is no key of this recipe")
+    assert refused(to_group, node, "optimizer").startswith(f"{key}=red: is not a key of this recipe")
 
 
 @option("optimizer", "early")
@@ -128,8 +128,8 @@ def test_what_is_none_of_the_composition_passes():
     ("name", "flags", "text"),
     [
         ("config", {"--config-path": "/n"}, "--config-path=/n: has no config.yaml; leave it out, or use --config-dir"),
-        ("model/x", {}, "model=x: is no option of this group; known: none"),
-        ("lost", {}, "config=lost: is no option of this group; known: none"),
+        ("model/x", {}, "model=x: is not an option of this group; known: none"),
+        ("lost", {}, "config=lost: is not an option of this group; known: none"),
     ],
 )
 def test_a_config_that_is_missing(name, flags, text):
@@ -145,11 +145,11 @@ def test_of_many_options_the_first_are_listed():
 def test_files_and_folders_that_cannot_be_read_are_named():
     missing = FileNotFoundError(2, "No such file or directory", "x.yaml")
     assert translated(missing) == "file=x.yaml: cannot be used (No such file or directory); name another"
-    text = "--config-dir=/n: is no folder; give a folder of groups"
+    text = "--config-dir=/n: is not a folder; give a folder of groups"
     assert translated(SearchPathException("x"), (), {"--config-dir": "/n"}) == text
     with pytest.raises(yaml.YAMLError) as raised:
         yaml.safe_load("a: 1\nb: [")
-    assert translated(raised.value).startswith("file=<unicode string>:2: is no YAML (expected the node content")
+    assert translated(raised.value).startswith("file=<unicode string>:2: is not YAML (expected the node content")
 
 
 @pytest.mark.parametrize(

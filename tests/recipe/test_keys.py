@@ -117,7 +117,7 @@ def test_without_arguments_a_run_starts():
         (["a=1", "--cfg", "job", "b=2"], ["a=1", "b=2"], ["--cfg", "job"]),
         (["seed=1", "--config-dir", "x", "seed=1"], ["seed=1", "seed=1"], ["--config-dir", "x"]),
         (["--", "seed=1"], ["seed=1"], ["--"]),
-        # What is no override is Hydra's to name.
+        # Hydra names what is not an override.
         (["seed", "~training.steps", "+a=1", "++b=2"], ["seed", "~training.steps", "+a=1", "++b=2"], []),
     ],
 )

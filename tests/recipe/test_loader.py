@@ -46,7 +46,7 @@ def test_a_folder_of_one_command_line_is_not_searched_for_the_next(tmp_path):
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [debug, _self_]\nlayers: 1\n")
     assert "mine" in loader("--config-dir", str(tmp_path)).options("model")
     assert "mine" not in loader().options("model")
-    with pytest.raises(ConfigError, match="^--config-dir=nowhere: is no folder"):
+    with pytest.raises(ConfigError, match="^--config-dir=nowhere: is not a folder"):
         loader("--config-dir", "nowhere")
 
 

@@ -28,7 +28,7 @@ def test_one_at_a_time(tmp_path):
     assert not is_claimed(tmp_path)
     with claimed(tmp_path, "run"):
         assert is_claimed(tmp_path)
-        with pytest.raises(ConfigError, match="is in the hands of process") as refused:
+        with pytest.raises(ConfigError, match="is locked by process") as refused:
             with claimed(tmp_path, "run", patience_seconds=0):
                 pass
         assert refused.value.key == "run"
@@ -46,7 +46,7 @@ def test_a_claim_ends_with_its_process_and_one_that_is_stopped_is_named(tmp_path
     holder.kill()
     holder.communicate()
     assert refused.value.rule == (
-        f"is in the hands of process {holder.pid} on {socket.gethostname()}, "
+        f"is locked by process {holder.pid} on {socket.gethostname()}, "
         f"which is stopped: `kill -CONT {holder.pid}` lets it go on"
     )
     assert not is_claimed(tmp_path)
@@ -94,5 +94,5 @@ def test_a_stranger_s_folder_cannot_lead_the_claim_to_another_file(tmp_path):
     (tmp_path / ".claim").unlink()
     os.mkfifo(tmp_path / ".claim")
     assert not is_claimed(tmp_path)
-    with pytest.raises(CannotWriteError, match="is no regular file"), claimed(tmp_path, "run"):
+    with pytest.raises(CannotWriteError, match="is not a regular file"), claimed(tmp_path, "run"):
         pass

@@ -460,10 +460,10 @@ def test_what_is_written_is_read(run):
 
 
 DAMAGE = {
-    "cut": (json.dumps(values())[:90], "is no JSON"),
+    "cut": (json.dumps(values())[:90], "is not JSON"),
     "a list": ("[]", "holds list and no object"),
-    "a pickle": (b"\x80\x04cposix\nsystem\n(S'true'\ntR.", "is no JSON"),
-    "nested": ("[" * 100_000, "is no JSON"),
+    "a pickle": (b"\x80\x04cposix\nsystem\n(S'true'\ntR.", "is not JSON"),
+    "nested": ("[" * 100_000, "is not JSON"),
     "another schema": (values(schema=2), "schema 2 is not 1"),
     "another rank": (values(rank=5), "it is of rank 5"),
     "a missing key": ({"schema": 1, "state": "waits"}, "missing required field `rank`"),

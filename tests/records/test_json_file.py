@@ -19,12 +19,12 @@ def refusal(action, *given, **more):
 @pytest.mark.parametrize(
     ("content", "rule"),
     [
-        (b"", "is no JSON ("),
-        (b"{", "is no JSON ("),
-        (b"\xff", "is no JSON ("),
-        (b"[" * 100_000, "is no JSON ("),
-        (b"1" * 5000, "is no JSON ("),
-        (b'{"steps": 1' + b"0" * 400 + b"}", "is no JSON (a number in it is larger than any float)"),
+        (b"", "is not JSON ("),
+        (b"{", "is not JSON ("),
+        (b"\xff", "is not JSON ("),
+        (b"[" * 100_000, "is not JSON ("),
+        (b"1" * 5000, "is not JSON ("),
+        (b'{"steps": 1' + b"0" * 400 + b"}", "is not JSON (a number in it is larger than any float)"),
         (b"[]", "holds list and no object"),
         (b"null", "holds NoneType and no object"),
         (b'"x"', "holds str and no object"),
@@ -42,7 +42,7 @@ def test_what_is_no_object_is_one_line(tmp_path, content, rule):
 def test_what_is_no_file_is_one_line(tmp_path):
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
-    for name, reason in (("folder", "is a folder"), ("pipe", "is no regular file")):
+    for name, reason in (("folder", "is a folder"), ("pipe", "is not a regular file")):
         path = tmp_path / name
         assert refusal(read_object, path) == f"run={path}: cannot be read ({reason}); ask its owner for permission"
         assert read_optional(path) is None

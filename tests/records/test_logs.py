@@ -138,7 +138,7 @@ def test_a_line_without_end_is_cut(tmp_path, monkeypatch):
 
 def test_what_is_no_file_is_refused_and_what_is_missing_is_empty(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         open_to_read(tmp_path / "pipe")
     for name in ("pipe", "missing"):
         assert list(forward(tmp_path / name, 0, 9)) == []

@@ -59,7 +59,7 @@ def test_a_persons_mistake_is_told_in_one_line_and_exits_with_2():
 
 
 def test_a_message_that_utf_8_has_no_bytes_for_is_recorded(tmp_path):
-    """Bytes of a file's name that are no text: the failure could not be written, and the cause was lost."""
+    """Bytes of a file's name that are not text: the failure could not be written, and the cause was lost."""
     with pytest.raises(LookupError) as caught:
         raise LookupError("no file a\udc80b")
     found = from_exception(caught.value)

@@ -305,5 +305,5 @@ def test_a_section_of_the_recipe_is_a_mapping(run):
     put(run.path / "config.yaml", "name: a\nempty: null\ncheckpoint:\n  keep: 2\ndata: [1]\n")
     assert run.section("checkpoint") == {"keep": 2}
     assert run.section("empty") == run.section("gone") == {}
-    with pytest.raises(ConfigError, match=r"^data=\[1\]: is no mapping in .*config.yaml; restore that file"):
+    with pytest.raises(ConfigError, match=r"^data=\[1\]: is not a mapping in .*config.yaml; restore that file"):
         run.section("data")

@@ -108,13 +108,13 @@ def test_lines_keep_their_order_and_empty_ones_are_skipped(tmp_path):
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        ("{", "line 2 is no JSON"),
-        ("[" * 100_000, "line 2 is no JSON"),
-        ("[]", "line 2 is no point of a sweep"),
-        ('{"point": []}', "line 2 is no point of a sweep"),
-        ('{"run": 3}', "line 2 is no point of a sweep"),
-        ('{"dropped": "rule"}', "line 2 is no point of a sweep"),
-        (b"\xff", "is no text in UTF-8"),
+        ("{", "line 2 is not JSON"),
+        ("[" * 100_000, "line 2 is not JSON"),
+        ("[]", "line 2 is not a point of a sweep"),
+        ('{"point": []}', "line 2 is not a point of a sweep"),
+        ('{"run": 3}', "line 2 is not a point of a sweep"),
+        ('{"dropped": "rule"}', "line 2 is not a point of a sweep"),
+        (b"\xff", "is not text in UTF-8"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, rule):

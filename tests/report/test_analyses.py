@@ -147,7 +147,7 @@ def test_the_largest_difference_of_each_run(steps):
 
 
 def test_an_unknown_reference_is_refused(steps):
-    with pytest.raises(ConfigError, match="is no run of these steps; known: single-"):
+    with pytest.raises(ConfigError, match="is not a run of these steps; known: single-"):
         differences_frame(steps, "gone")
     with pytest.raises(ConfigError, match="no run has logged a step"):
         differences_frame(steps[:0], "gone")
@@ -178,7 +178,7 @@ def test_a_timeline_takes_durations_of_all_layers_of_a_rank():
     usual = timeline_of("interleaved_1f1b", ranks=2, microbatches=4)
     slower = timeline_of("interleaved_1f1b", ranks=2, microbatches=4, durations=durations)
     assert slower.duration == 2 * usual.duration
-    with pytest.raises(ConfigError, match="is no schedule without a file; known: 1f1b"):
+    with pytest.raises(ConfigError, match="is not a built-in schedule; known: 1f1b"):
         timeline_of("csv", ranks=2, microbatches=4)
 
 

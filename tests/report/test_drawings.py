@@ -1,4 +1,4 @@
-"""Figures of the analyses: what is drawn of empty, equal and missing values, and labels that are no formula."""
+"""Figures of the analyses: what is drawn of empty, equal and missing values, and labels that are not formulas."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def test_a_sweep_without_steps_has_the_columns(made):
 
 def test_what_is_no_sweep_is_one_line(tmp_path):
     (tmp_path / "table.parquet").write_text("no")
-    with pytest.raises(ConfigError, match="is no parquet file"):
+    with pytest.raises(ConfigError, match="is not a Parquet file"):
         sweep_frame(tmp_path / "table.parquet")
     for frame in (sweep_frame, metrics_frame):
-        with pytest.raises(ConfigError, match="is no sweep's folder"):
+        with pytest.raises(ConfigError, match="is not a sweep's folder"):
             frame(tmp_path / "nothing")

@@ -86,7 +86,7 @@ def test_runs_of_other_programs_are_left_out(tmp_path):
     assert list(wandb_frames.sweep_frame([ours, other]).name) == ["fsdp"]
     with pytest.raises(ConfigError, match="has runs, and none is one of titanlab"):
         wandb_frames.sweep_frame([other])
-    with pytest.raises(ConfigError, match="is no kind of row"):
+    with pytest.raises(ConfigError, match="is not a kind of row"):
         wandb_frames.metrics_frame([ours], "traffic")
 
 

@@ -95,7 +95,7 @@ def test_plain_files_below_the_root_are_taken(patch):
     ("patch", "said"),
     [
         ("--- a/../x\n", "it names 'a/../x'"),
-        ("+++ /etc/passwd\n", "it names '/etc/passwd', which is no path below the repository"),
+        ("+++ /etc/passwd\n", "it names '/etc/passwd', which is not a path below the repository"),
         ("copy from a/b/..\n", "it names 'a/b/..'"),
         ('diff --git "a/../x" "b/x"\n', "it names 'a/../x'"),
         ("+++ b/.GIT/config\n", "it names 'b/.GIT/config'"),

@@ -1,4 +1,4 @@
-"""What is no schedule is told with the place, and what waits for what."""
+"""A wrong schedule is refused: the line names the place, or which action waits for which."""
 
 from __future__ import annotations
 

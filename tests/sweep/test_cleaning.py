@@ -52,7 +52,7 @@ def test_a_run_that_begins_meanwhile_is_left_alone(tmp_path):
     thread = threading.Thread(target=work)
     thread.start()
     assert ready.wait(60)
-    with pytest.raises(Refused, match="is in the hands of"):
+    with pytest.raises(Refused, match="is locked by"):
         remove_item(found)
     done.set()
     thread.join()

@@ -243,7 +243,7 @@ def test_a_damaged_checkpoint_is_passed_over_before_the_job_waits(slurm, hung):
     lines = []
     resubmit(run, replace(recipe, launch=Slurm(minutes=90)), lines.append)
     assert saved(run) == ["step-00000002", "step-00000004.damaged"]
-    assert lines[0].startswith("goes on from step 2: step-00000004 is damaged: its file position.json is no JSON")
+    assert lines[0].startswith("goes on from step 2: step-00000004 is damaged: its file position.json is not JSON")
     # Its settings are those of the latest submission.
     assert submitted_with(run)["minutes"] == 90
 

@@ -228,7 +228,7 @@ def test_a_folder_of_another_sweep(slurm, tmp_path):
 
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_what_sbatch_refuses_is_one_line_and_leaves_no_intent(slurm, tmp_path, capfd, is_listed):
-    """Jobs that no node can run are in the queue for some minutes, as failed: they are no submission."""
+    """Jobs that no node can run are in the queue for some minutes, as failed: they are not a submission."""
     slurm.set(refuses="Memory specification can not be satisfied", keeps_refused=is_listed)
     wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
     for _ in range(2):

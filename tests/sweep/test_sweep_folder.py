@@ -72,7 +72,7 @@ def test_a_job_from_before_a_run_was_made_anew_is_not_its_job(folder):
 
 def test_one_process_at_a_time_submits(folder):
     with folder.claim():
-        with pytest.raises(ConfigError, match=r"sweep=.*layouts: is in the hands of process \d+"):
+        with pytest.raises(ConfigError, match=r"sweep=.*layouts: is locked by process \d+"):
             with claim_sweep(folder.path, patience_seconds=0.1):
                 pass
     with claim_sweep(folder.path, patience_seconds=0.1):

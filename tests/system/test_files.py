@@ -93,7 +93,7 @@ def test_what_never_ends_is_refused_and_leaves_no_descriptor_open(tmp_path):
     (tmp_path / "long").write_bytes(b"123456789")
     before = next_descriptor()
     for name in ("pipe", "zero"):
-        with pytest.raises(OSError, match="is no regular file"):
+        with pytest.raises(OSError, match="is not a regular file"):
             read_text(tmp_path / name)
     with pytest.raises(OSError, match="has more than 8 bytes"):
         read_bytes(tmp_path / "long", most_bytes=8)
@@ -119,5 +119,5 @@ def test_a_file_is_opened_for_writing_and_a_link_or_a_pipe_is_refused(tmp_path):
             open_to_write(tmp_path / name, flags)
     assert not (tmp_path / "new").exists()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="is no regular file"):
+    with pytest.raises(OSError, match="is not a regular file"):
         open_to_write(tmp_path / "pipe", os.O_RDWR)

@@ -148,5 +148,7 @@ def test_a_cache_only_library_is_named(monkeypatch):
 @pytest.mark.parametrize("address", ["", "huggingface.co", "ftp://x", "https://", "http://["])
 def test_an_endpoint_that_is_no_address_is_named(address, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", address)
-    with pytest.raises(ConfigError, match=r"^HF_ENDPOINT=.*: is no address of a hub; leave it out, or try https://"):
+    with pytest.raises(
+        ConfigError, match=r"^HF_ENDPOINT=.*: is not an address of a hub; leave it out, or try https://"
+    ):
         hub.check_reachable("owner/name")

@@ -68,7 +68,7 @@ def test_a_rank_does_not_import_from_the_current_folder(strange_folder):
     done = subprocess.run(worker_command(strange_folder / "run"), capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "of the current folder" not in done.stderr
-    assert "run: is no folder" in done.stderr
+    assert "run: is not a folder" in done.stderr
 
 
 # As `python -m titanlab` in the clone has it, and as an interpreter or a notebook that was started there.

@@ -127,7 +127,7 @@ def test_the_home_of_nobody_stays_as_it_is():
 
 
 def test_runs_are_not_written_into_a_folder_that_is_named_like_a_home():
-    with pytest.raises(ConfigError, match=r"^runs=~nobody99/runs: ~nobody99 is no user of this host; "):
+    with pytest.raises(ConfigError, match=r"^runs=~nobody99/runs: ~nobody99 is not a user of this host; "):
         check_runs("~nobody99/runs")
     for good in (".", "~", "runs/~nobody99"):
         check_runs(good)

@@ -100,7 +100,7 @@ def test_two_of_a_kind_and_odd_names_are_refused():
         several(wandb=Wandb(), mine=Wandb(project="mine")).check(None)
     with pytest.raises(ConfigError, match=r"^tracker=\[wandb,wandb\]: names wandb twice; "):
         combination("tracker", "wandb+wandb")
-    with pytest.raises(ConfigError, match=r"^tracker=\[wandb,my-own\]: 'my-own' is no word; "):
+    with pytest.raises(ConfigError, match=r"^tracker=\[wandb,my-own\]: 'my-own' is not a word; "):
         combination("tracker", "wandb+my-own")
     assert combination("precision", "bf16+fp32") is None
 

@@ -319,7 +319,7 @@ def test_the_real_wandb_that_is_refused_online_writes_everything_offline(run, to
     assert told[0].startswith("wandb: could not go online (")
     assert told[0].endswith("), so it writes offline")
     assert rows_of(run.folder) == list(range(1, 22))
-    # What was made to go online is no run, and would be uploaded as an empty one.
+    # A folder made only to go online is not a run: it would be uploaded as an empty run.
     assert not list(run.folder.glob("wandb/run-*"))
     record = read_record(run.record)
     assert (record.state, record.wanted, record.mode) == (FINISHED, "online", "offline")

@@ -169,7 +169,7 @@ def test_the_auxiliary_gradient_is_that_of_the_loss(form):
 
 
 def test_a_sequence_in_parts_cannot_be_counted(tmp_path):
-    with pytest.raises(ConfigError, match="model.balance=auxiliary_sequence: counts by sequence, of which context=2"):
+    with pytest.raises(ConfigError, match="model.balance=auxiliary_sequence: counts by sequence, and context=2"):
         recipe(tmp_path, model=replace(MODEL, balance="auxiliary_sequence"), context=2)
 
 

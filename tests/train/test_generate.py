@@ -122,7 +122,7 @@ def test_no_half_of_a_character_is_shown(says):
     assert says("é€😀!".encode()) == ["é", "€", "😀", "!"]
     # Cut off in the middle of a character: the rest never comes, and nothing of it is shown.
     assert says("a😀".encode(), tokens=3) == ["a"]
-    # Bytes that are no character at all are shown as such once that is certain.
+    # Bytes that are not a character are shown as such once that is certain.
     assert "".join(says(b"a\xf0\x9fb")) == "a\ufffdb"
 
 

@@ -235,7 +235,7 @@ def test_a_second_save_waits_for_the_first_and_a_stop_too(tmp_path, monkeypatch)
     tiny.as_rank(made, run)
     assert run.result().kind is OutcomeKind.CANCELLED
     assert steps(run) == [1, 2, 3]
-    # The wait is no part of a step.
+    # The wait is not part of a step.
     assert run.result().metrics["time_metrics/paused(s)"] > 0.55
 
 

@@ -349,7 +349,7 @@ def test_what_is_not_metadata_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(DamagedCheckpoint, match=r"its \.metadata is missing;"):
         read_saved(tmp_path, "run")
     os.mkfifo(tmp_path / METADATA)
-    with pytest.raises(DamagedCheckpoint, match=r"its \.metadata is no file;"):
+    with pytest.raises(DamagedCheckpoint, match=r"its \.metadata is not a file;"):
         read_saved(tmp_path, "run")
 
 

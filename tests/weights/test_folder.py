@@ -87,7 +87,7 @@ def test_a_file_that_lacks_a_tensor_of_the_index_is_one_line(tmp_path):
         (None, "is missing; fetch the file again"),
         (b"\x02\0\0\0\0\0\0\0[]", "cannot be read ("),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, and not the file;"),
-        ("a pipe", "is no regular file; fetch the file again"),
+        ("a pipe", "is not a regular file; fetch the file again"),
     ],
 )
 def test_a_damaged_file_is_one_line(tmp_path, content, rule):
@@ -120,8 +120,8 @@ DAMAGED = {
     "another schema": ({"schema": 2}, f"{UNUSABLE}ValueError: another version of titanlab's"),
     "a model of text": ({"model": "llama"}, f"{UNUSABLE}TypeError: "),
     "a model without a kind": ({"model": {"dim": 4}}, f"{UNUSABLE}KeyError: 'kind'"),
-    "half a layer": ({"model": {**PLAIN, "layers": 1.5}}, f"{UNUSABLE}TypeError: layers is no whole number: 1.5"),
-    "a layer of true": ({"model": {**PLAIN, "layers": True}}, f"{UNUSABLE}TypeError: layers is no whole number"),
+    "half a layer": ({"model": {**PLAIN, "layers": 1.5}}, f"{UNUSABLE}TypeError: layers is not a whole number: 1.5"),
+    "a layer of true": ({"model": {**PLAIN, "layers": True}}, f"{UNUSABLE}TypeError: layers is not a whole number"),
     "an unknown size": ({"model": {**PLAIN, "size": 4}}, f"{UNUSABLE}TypeError: "),
     "a context of text": ({"about": {"max_position_embeddings": "x"}}, f"{UNUSABLE}ValueError: max_position_embeddings"),
     "an about of text": ({"about": "x"}, f"{UNUSABLE}ValueError: "),

@@ -75,7 +75,7 @@ def test_the_fingerprint_of_their_folder_is_of_its_content_and_not_of_its_place(
     shutil.copytree(path, tmp_path / "elsewhere")
     moved = replace(recipe, init_from=str(tmp_path / "elsewhere"))
     assert start_fingerprint(moved) == first
-    # A file that nobody reads is no part of it.
+    # A file that nobody reads is not part of it.
     (tmp_path / "elsewhere" / "README.md").write_text("x")
     assert start_fingerprint(moved) == first
     values = load_file(tmp_path / "elsewhere" / "model.safetensors")
@@ -131,7 +131,7 @@ def test_a_pipe_among_the_files_of_a_dcp_folder_does_not_stop_the_fingerprint(ru
     [
         ("bias", "bias", BIASES),
         ("bias", "none", {}),
-        # Of another balance the state is no bias.
+        # The state of another balance is not a bias.
         ("auxiliary_batch", "bias", {}),
     ],
 )

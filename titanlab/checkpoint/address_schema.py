@@ -85,7 +85,7 @@ def check_address(key: str, text: str) -> None:
     """
     match = _ADDRESS.match(text)
     if match is None:
-        rule = "is no address of a remote store"
+        rule = "is not an address of a remote store"
         raise ConfigError(key, text, rule, "try s3://bucket/folder; on this host, checkpoints are in the run's folder")
     protocol, rest = match[1].lower(), text[match.end() :]
     authority = rest.partition("/")[0]
@@ -108,7 +108,7 @@ def check_address(key: str, text: str) -> None:
         )
     parts = rest.rstrip("/").split("/")
     if text.strip() != text or any(character < " " for character in text) or any(p in ("", ".", "..") for p in parts):
-        rule = "is no plain address: a part of it is empty, . or .., or it has spaces around it"
+        rule = "is not a plain address: a part of it is empty, . or .., or it has spaces around it"
         raise ConfigError(key, text, rule, "try s3://bucket/folder")
     if any(character in rest for character in "*[]"):
         # Some methods of fsspec read these characters as patterns.

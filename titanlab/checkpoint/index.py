@@ -262,7 +262,7 @@ def read_index(checkpoint: Place) -> CheckpointIndex:
     content = folder_at(checkpoint).read(INDEX, MOST_BYTES)
     prefix = _PREFIX.match(content)
     if prefix is None:
-        raise DamagedFile(f"its file {INDEX} is no index of a checkpoint")
+        raise DamagedFile(f"its file {INDEX} is not an index of a checkpoint")
     if checksum(memoryview(content)[prefix.end() :]) != int(prefix[1], 16):
         raise DamagedFile(f"its file {INDEX} has other bytes than were saved")
     version = parsed(content, _FormatOnly, INDEX).format

@@ -95,7 +95,7 @@ def parsed(content: bytes, kind: type[T], name: str) -> T:
         text = f"has {where}: {rule}" if where else f"does not fit ({rule})"
         raise DamagedFile(f"its {name} {one_line(text)}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedFile(f"its file {name} is no JSON ({one_line(error)})") from error
+        raise DamagedFile(f"its file {name} is not JSON ({one_line(error)})") from error
 
 
 class DiskFolder:
@@ -457,7 +457,7 @@ def open_regular(path: Path) -> Any:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DamagedFile(f"its {path.name} is no file")
+        raise DamagedFile(f"its {path.name} is not a file")
     return open(descriptor, "rb")
 
 

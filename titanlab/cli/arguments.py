@@ -82,7 +82,7 @@ def bytes_of(text: str, key: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or not 1 <= float(match[1]) * unit < _MOST_BYTES:
-        raise ConfigError(key, text, "is no size of a file", "try 5GB")
+        raise ConfigError(key, text, "is not a file size", "try 5GB")
     return int(float(match[1]) * unit)
 
 

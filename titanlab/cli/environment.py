@@ -80,7 +80,7 @@ def _launch(overrides: Sequence[str], config_dir: str | None) -> LaunchConfig | 
     for override in overrides:
         key = override.partition("=")[0].lstrip("+")
         if "=" not in override or key.partition(".")[0] != "launch":
-            raise ConfigError("overrides", override, "is no key of launch", "try launch=slurm launch.partition=gpu")
+            raise ConfigError("overrides", override, "is not a key of launch", "try launch=slurm launch.partition=gpu")
     folder = [] if config_dir is None else ["--config-dir", config_dir]
     composed = compose_one(read_flags([*folder, *overrides]))
     if composed is None:
@@ -108,7 +108,7 @@ def repro_verb(args: Namespace) -> int:
             raise ConfigError("--into", into, "exists already", "give a new folder")
         parent = next(path for path in into.parents if os.path.lexists(path))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            why = f"no permission in {parent}" if parent.is_dir() else f"{parent} is no folder"
+            why = f"no permission in {parent}" if parent.is_dir() else f"{parent} is not a folder"
             raise ConfigError("--into", into, f"cannot be made ({why})", "give another folder")
     text = composable(run.config(attempt) if attempt else run.config())
     with Console() as console:

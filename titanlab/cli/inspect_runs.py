@@ -61,7 +61,7 @@ def logs_verb(args: Namespace) -> int:
         # The empty pattern is in every line.
         fits = re.compile((args.grep or "").encode()).search
     except re.error as error:
-        rule = f"is no regular expression ({error})"
+        rule = f"is not a regular expression ({error})"
         raise ConfigError("--grep", args.grep, rule, "put \\ before ( [ { * + ?") from None
     run = RunFolder(find_run(args.run, args.runs).path.absolute())
     run.chosen_attempt(args.attempt)

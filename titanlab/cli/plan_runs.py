@@ -132,7 +132,7 @@ def check_out(path: Path) -> None:
     """Check that a cluster file can be written there, and that `cluster=NAME` then finds it."""
     example = Path(path.parent, "cluster", f"{path.stem or 'mine'}.yaml")
     if path.suffix != ".yaml" or not _NAME.fullmatch(path.stem):
-        raise ConfigError(OUT, path, "is no name of a cluster file", f"try {Path(path.parent, 'mine.yaml')}")
+        raise ConfigError(OUT, path, "is not the name of a cluster file", f"try {Path(path.parent, 'mine.yaml')}")
     if path.absolute().parent.name != "cluster":
         rule = "must lie in a folder named cluster, so that --config-dir finds it"
         raise ConfigError(OUT, path, rule, f"try {example}")

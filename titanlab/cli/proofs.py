@@ -265,7 +265,7 @@ def _runs(first: str, second: str, runs: str) -> tuple[RunFolder, RunFolder] | N
     # A run may have the name of the recipe from which it was started.
     if found == [None, None] or is_recipe(known):
         return None
-    raise ConfigError("run", other, f"is no finished run, and {known} is one", "compare two runs, or two recipes")
+    raise ConfigError("run", other, f"is not a finished run, and {known} is one", "compare two runs, or two recipes")
 
 
 def _compare(first: RunFolder, second: RunFolder, args: Namespace, console: Console) -> int:

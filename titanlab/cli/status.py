@@ -163,7 +163,7 @@ def clean_verb(args: Namespace) -> int:
     kinds = list(KINDS) if takes_all else list(dict.fromkeys(words))
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
-        rule = f"{unknown[0]} is no kind" if unknown else "names no kind"
+        rule = f"{unknown[0]} is not a kind" if unknown else "names no kind"
         raise ConfigError("--what", args.what, rule, f"choose from {', '.join(KINDS)}, all")
     shared = [kind for kind in kinds if kind in CACHES]
     if args.name is not None and not takes_all and shared:
@@ -174,7 +174,7 @@ def clean_verb(args: Namespace) -> int:
     root, only = user_path(args.runs).absolute(), None
     if args.name is None:
         if os.path.lexists(root) and not root.is_dir():
-            raise ConfigError("--runs", root, "is no folder", "name the folder of runs")
+            raise ConfigError("--runs", root, "is not a folder", "name the folder of runs")
         folders = [SweepFolder(path) for path in sorted(root.glob("*")) if path.is_dir()]
         sweeps = [folder for folder in folders if folder.manifest() or folder.runs()]
     else:

@@ -65,7 +65,7 @@ def _origin(args: Namespace, into: Path, console: Console) -> WeightsOrigin:
             raise ConfigError("--model", None, rule, "give the model's option, say --model llama3_1_8b")
         for override in args.overrides:
             if not override.startswith("model."):
-                raise ConfigError("model.KEY=VALUE", override, "is no size of the model", "try model.layers=4")
+                raise ConfigError("model.KEY=VALUE", override, "is not a key of the model", "try model.layers=4")
         (recipe,) = compose([f"model={args.model}", *args.overrides])
         return from_dcp(folder, recipe.model, _KEY)
     for key, value in (("--model", args.model), ("model.KEY=VALUE", " ".join(args.overrides))):
@@ -177,7 +177,7 @@ def generate_verb(args: Namespace) -> int:
             rule = f"must be at least {least}"
             raise ConfigError(f"--{name.replace('_', '-')}", getattr(args, name), rule, f"try {least}")
     if args.device not in ("cpu", "cuda"):
-        raise ConfigError("--device", args.device, "is no device", "try cpu or cuda")
+        raise ConfigError("--device", args.device, "is not a device", "try cpu or cuda")
     if args.device == "cuda" and this_host().accelerator != "cuda":
         raise ConfigError("--device", args.device, "this host shows no GPU", "try cpu")
     folder = user_path(args.run)

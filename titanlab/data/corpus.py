@@ -88,7 +88,7 @@ class Corpus:
             if _ending(file) in _ARCHIVES:
                 raise ConfigError(self.key, file, "is an archive, and not text", "unpack it, or leave it out")
         if not any(file.stat().st_size for file in self.files):
-            raise ConfigError(self.key, self.files[0], "is empty", "give files with text in them")
+            raise ConfigError(self.key, self.files[0], "is empty", "give files with text")
         step = max(1, len(self.files) // _CHECKED_FILES)
         for file in self.files[::step]:
             if _kind(file) == "text":
@@ -132,7 +132,7 @@ class Corpus:
             # The libraries raise an OSError without a number for a damaged file.
             if not isinstance(error, OSError) or error.errno is None:
                 kind = file.suffix.lower() or "compressed"
-                raise ConfigError(self.key, file, f"is no whole {kind} file ({error})", "fetch it again") from error
+                raise ConfigError(self.key, file, f"is not a whole {kind} file ({error})", "fetch it again") from error
             rule = f"cannot be read ({error.strerror or error})"
             raise ConfigError(self.key, file, rule, "check the file and its permissions") from error
 
@@ -210,7 +210,7 @@ class Corpus:
                 for batch in table.iter_batches(batch_size=1024, columns=[self.text_field]):
                     yield from (text or "" for text in batch.column(0).to_pylist())
         except (arrow.ArrowException, UnicodeDecodeError) as error:
-            rule = f"is no readable parquet ({str(error)[:80]})"
+            rule = f"is not a readable Parquet file ({str(error)[:80]})"
             raise ConfigError(self.key, file, rule, "write it again, or leave it out") from error
 
     def _not_utf8(self, place: str) -> ConfigError:

@@ -248,7 +248,7 @@ def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
 def text_of(row: dict[str, Any], config: HuggingFace) -> str:
     """The text of a row; empty if it is null."""
     if config.text_field not in row:
-        rule = f"is no column of {config.path}"
+        rule = f"is not a column of {config.path}"
         raise ConfigError("data.text_field", config.text_field, rule, f"it has: {', '.join(row)[:80]}")
     text = row[config.text_field]
     if text is not None and not isinstance(text, str):
@@ -295,7 +295,7 @@ def _explained(error: Exception, config: HuggingFace, split: str, key: str) -> C
     kinds = {base.__name__ for base in type(error).__mro__}
     message = " ".join(str(error).split())[:160]
     if "split" in message.lower() and "ValueError" in kinds:
-        return ConfigError(key, split, f"is no split of {config.path} ({message})", "name one that it has")
+        return ConfigError(key, split, f"is not a split of {config.path} ({message})", "name one that it has")
     if "BuilderConfig" in message or "Config name is missing" in message:
         return ConfigError("data.name", config.name, f"does not fit {config.path} ({message})", "name another")
     if kinds & {"DatasetNotFoundError", "FileNotFoundError", "DataFilesNotFoundError", "EmptyDatasetError"}:

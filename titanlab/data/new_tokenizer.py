@@ -91,7 +91,7 @@ def _explained(message: str, vocab_size: int) -> ConfigError:
         least = int(match.group(1))
         return ConfigError(key, vocab_size, f"the corpus has too many characters: it needs {least}", f"try {2 * least}")
     if "sentences_.empty()" in message:
-        return ConfigError("data", "", "the corpus has no text to train a tokenizer on", "give files with text in them")
+        return ConfigError("data", "", "the corpus has no text to train a tokenizer on", "give files with text")
     return ConfigError(key, vocab_size, f"no tokenizer could be trained ({message[-200:]})", "name a data.tokenizer")
 
 
@@ -115,7 +115,7 @@ def download_tokenizer(
         ConfigError: the hub cannot be reached, has no such model or tokenizer, or refuses the token.
     """
     if repo.count("/") > 1 or not repo.strip("/ "):
-        raise ConfigError("repo", repo, "is no model of the hub", "give <owner>/<model>, as in its address")
+        raise ConfigError("repo", repo, "is not a model of the hub", "give <owner>/<model>, as in its address")
     check_reachable(repo)
     with tempfile.TemporaryDirectory(prefix="titanlab-tokenizer-") as temporary:
         fetched = [name for name in _FILES if _fetch(repo, name, Path(temporary), token, report)]

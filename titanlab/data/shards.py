@@ -93,7 +93,7 @@ def read_index(folder: Path, key: str = "data.folder") -> ShardIndex:
     path = folder / INDEX
     cure = "make the folder with `titanlab tokenize`"
     if not folder.is_dir():
-        raise ConfigError(key, folder, "is no folder", cure)
+        raise ConfigError(key, folder, "is not a folder", cure)
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def read_index(folder: Path, key: str = "data.folder") -> ShardIndex:
         if outside := [shard.file for shard in index.shards if Path(shard.file).name != shard.file]:
             raise ValueError(f"{outside[0]!r} is not in the folder")
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(key, path, f"is no index of token shards ({error})", cure) from error
+        raise ConfigError(key, path, f"is not an index of token shards ({error})", cure) from error
     for shard in index.shards:
         expected = shard.tokens * BYTES[index.dtype]
         file = folder / shard.file

@@ -209,7 +209,7 @@ def make_shards(folder: Path, corpus: Corpus, config: Text, *, fingerprint: str,
     size = sum(file.stat().st_size for file in corpus.files)
     first = next(corpus.documents(), None)
     if first is None:
-        raise ConfigError(corpus.key, corpus.files[0], "has no text in it", "give files with text in them")
+        raise ConfigError(corpus.key, corpus.files[0], "has no text", "give files with text")
     reader = named_tokenizer(config)
     if reader is not None and not reader.encode(first[:_TRIED_CHARACTERS]):
         rule = f"makes no token of the text of {corpus.files[0].name}: it has {reader.vocab_size} tokens"

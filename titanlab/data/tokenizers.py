@@ -221,9 +221,9 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
             self.vocab_size = int(self._model.vocab_size())
         except (RuntimeError, OSError) as error:
-            raise ConfigError(key, path, "is no SentencePiece model", f"give a .model or {_JSON}") from error
+            raise ConfigError(key, path, "is not a SentencePiece model", f"give a .model or {_JSON}") from error
         if self.vocab_size < 1:
-            raise ConfigError(key, path, "is no SentencePiece model: it has no pieces", f"give a .model or {_JSON}")
+            raise ConfigError(key, path, "is not a SentencePiece model: it has no pieces", f"give a .model or {_JSON}")
         check_size(self.vocab_size, path, key)
         begin, end = int(self._model.bos_id()), int(self._model.eos_id())
         own = begin if begin >= 0 else None, end if end >= 0 else None
@@ -302,10 +302,10 @@ class HuggingFaceTokenizer:
             text = content.decode()
             description = parse_json(text)
         except ValueError as error:
-            raise ConfigError(self._key, self.file, f"is no {_JSON} ({str(error)[:80]})", cure) from error
+            raise ConfigError(self._key, self.file, f"is not a {_JSON} ({str(error)[:80]})", cure) from error
         if not tried and (patterns := unknown_patterns(description)):
             try_patterns(self.file, self._key, patterns)
-        with _refusing(self.file, self._key, f"is no {_JSON}", cure):
+        with _refusing(self.file, self._key, f"is not a {_JSON}", cure):
             return tokenizers.Tokenizer.from_str(text), description
 
     def _adds(self, token: int) -> bool:
@@ -382,11 +382,11 @@ def _ranks(content: bytes) -> dict[bytes, int]:
             token = base64.b64decode(text, validate=True)
             place = int(rank)
         except (ValueError, binascii.Error) as error:
-            raise ValueError(f"line {number} is no token and rank") from error
+            raise ValueError(f"line {number} has no token and rank") from error
         if len(token) > _LONGEST:
             raise ValueError(f"line {number} has a token of {len(token)} bytes")
         if place != len(ranks) or not token or token in ranks:
-            raise ValueError(f"line {number} has not the next rank, or a token twice")
+            raise ValueError(f"line {number} does not have the next rank, or repeats a token")
         ranks[token] = place
     lacking = next((byte for byte in range(_BYTES) if bytes([byte]) not in ranks), None)
     if lacking is not None:

@@ -146,14 +146,14 @@ class Slurm(LaunchConfig):
             if value is not None and (not value.strip() or "\n" in value):
                 raise ConfigError(f"launch.{name}", value, "must be a name", "name one, or null")
         if self.gpu_flag not in _GPU_FLAGS:
-            raise ConfigError("launch.gpu_flag", self.gpu_flag, "is no flag for GPUs", f"try {' or '.join(_GPU_FLAGS)}")
+            raise ConfigError("launch.gpu_flag", self.gpu_flag, "is not a GPU flag", f"try {' or '.join(_GPU_FLAGS)}")
         for name in self.environment:
             if not _NAME.fullmatch(name):
-                rule = "is no name of a variable"
+                rule = "is not a variable name"
                 raise ConfigError("launch.environment", name, rule, "letters, digits and '_', the first no digit")
         for name, value in self.extra.items():
             if not _FLAG.fullmatch(name):
-                raise ConfigError("launch.extra", name, "is no flag of sbatch", "write it long, without the dashes")
+                raise ConfigError("launch.extra", name, "is not a flag of sbatch", "write it long, without the dashes")
             if name.replace("_", "-") in _OURS:
                 rule = "is titanlab's own, from the layout, the cluster and other keys of launch"
                 raise ConfigError(f"launch.extra.{name}", value, rule, "leave it out")

@@ -78,7 +78,7 @@ def shape_of(recipe: Recipe) -> JobShape:
     if not even:
         sizes = {count * tasks for count in range(1, most + 1) for tasks in range(1, per_node + 1)}
         fits = max(size for size in sizes if size < world)
-        rule = f"does not fill nodes of {per_node} evenly, of which the cluster has {cluster.nodes}"
+        rule = f"does not fill nodes of {per_node} evenly, and the cluster has {cluster.nodes} nodes"
         raise ConfigError("world", world, rule, f"try world={fits}")
     nodes = next((count for count in even if world // count % recipe.layout.tensor == 0), even[0])
     return JobShape(

@@ -143,7 +143,7 @@ class Folded:
         ranks, schedule = self.layout.pipeline, self.recipe.schedule
         stages = 1 if ranks == 1 else len(schedule.placement(ranks=ranks))
         if stages > _MOST_LAYERS:
-            rule = f"makes {stages} stages of {ranks} ranks, each of which needs a block"
+            rule = f"makes {stages} stages of {ranks} ranks, and each stage needs a block"
             raise ConfigError("schedule", schedule.kind, rule, "prove it with fewer stages a rank")
         return 2 * stages if stages <= 2 else stages
 

@@ -57,7 +57,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
         raise ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), HELP) from error
     # argparse puts unknown arguments that begin with a dash here; overrides never begin with one.
     if unknown:
-        raise ConfigError(ARGUMENTS, " ".join(unknown), "is no flag of this verb", HELP)
+        raise ConfigError(ARGUMENTS, " ".join(unknown), "is not a flag of this verb", HELP)
     _check_together(options, arguments)
     strangers.check_overrides(options.overrides)
     left, flags, overrides = list(options.overrides), list[str](), list[str]()

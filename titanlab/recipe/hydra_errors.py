@@ -79,7 +79,7 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
     if isinstance(error, OverrideParseException):
         key, equals, value = error.override.partition("=")
         if not equals and not key.startswith("~"):
-            return ConfigError(ARGUMENTS, key, "is no override", "write key=value; " + HELP)
+            return ConfigError(ARGUMENTS, key, "is not an override", "write key=value; " + HELP)
         if not _KEY.fullmatch(key):
             cure = "write key=value without spaces, the key as words with dots between them"
             return ConfigError(ARGUMENTS, error.override, "cannot be read as an override", cure)
@@ -87,7 +87,9 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
         text = value.strip("\"'").replace("'", "")
         return ConfigError(key, value, "cannot be read as an override", f"quote it: \"{key}='{text}'\"")
     if isinstance(error, SearchPathException):
-        return ConfigError("--config-dir", flags.get("--config-dir") or "", "is no folder", "give a folder of groups")
+        return ConfigError(
+            "--config-dir", flags.get("--config-dir") or "", "is not a folder", "give a folder of groups"
+        )
     if isinstance(error, MissingConfigException):
         return _missing_config(error, flags)
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
@@ -97,14 +99,14 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
         return ConfigError("file", error.filename, f"cannot be used ({error.strerror})", "name another")
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}:{error.problem_mark.line + 1}"
-        return ConfigError("file", place, f"is no YAML ({error.problem})", "mend that line")
+        return ConfigError("file", place, f"is not YAML ({error.problem})", "mend that line")
     return read_message(str(error), overrides)
 
 
 def _missing_config(error: MissingConfigException, flags: Mapping[str, str | None]) -> ConfigError:
     name = error.missing_cfg_file
     if name is None or name == "config":
-        rule = "is no folder of configs" if name is None else "has no config.yaml"
+        rule = "is not a folder of configs" if name is None else "has no config.yaml"
         return ConfigError("--config-path", flags.get("--config-path") or "", rule, "leave it out, or use --config-dir")
     if name == flags.get("--config-name"):
         return ConfigError("--config-name", name, "there is no such config", "leave it out, or give --config-dir too")
@@ -126,7 +128,7 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     known = ", ".join(options) or "none"
     if len(options) > _MOST_SHOWN:
         known = f"{', '.join(options[:_MOST_SHOWN])} and {len(options) - _MOST_SHOWN} more; {HELP}"
-    return ConfigError(group or "config", option, "is no option of this group", f"{cure}known: {known}")
+    return ConfigError(group or "config", option, "is not an option of this group", f"{cure}known: {known}")
 
 
 def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> ConfigError:
@@ -171,7 +173,7 @@ def _unknown_key(key: str, value: object, values: Mapping[str, str]) -> ConfigEr
     for given, text in values.items():
         if key.startswith(f"{given}.") and text.startswith("{"):
             # A mapping, as in training={stepz:1}.
-            rule = f"has {key.removeprefix(f'{given}.')}, which is no key of this recipe"
+            rule = f"has {key.removeprefix(f'{given}.')}, which is not a key of this recipe"
             return ConfigError(given, text, rule, unknown_key(key, None).cure)
     return unknown_key(key, value)
 
@@ -227,7 +229,7 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
             group, chosen = parsed.key_or_group, parsed.value()
             if (group in discover() or not group) and not isinstance(chosen, str | list):
                 cure = "`titanlab train --help` lists them"
-                return ConfigError(group or ARGUMENTS, chosen, "is no option of a group", cure)
+                return ConfigError(group or ARGUMENTS, chosen, "is not an option of a group", cure)
         return ConfigError(ARGUMENTS, " ".join(overrides), "an option of a group is named by text", HELP)
     for override in overrides:
         # A recipe without a package: Hydra puts its keys below the name of its group.
@@ -236,13 +238,13 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
         is_below = re.search(rf"full_key: {re.escape(first)}\b|@{re.escape(first)}\.", message) is not None
         if is_below and "." not in group and first not in discover():
             cure = f"make this the first line of {group}/{option}.yaml: # @package _global_"
-            return ConfigError(group, option, f"has its keys below {first}, which is no key of a recipe", cure)
+            return ConfigError(group, option, f"has its keys below {first}, which is not a key of a recipe", cure)
     raised = r"In '([^']+)': Config(?:Key|Attribute)Error raised[^\n]*\n.*\n\s*full_key: (\S+)"
     if (unknown := re.match(raised, message)) is not None:
         file, name = unknown.groups()
         if name.startswith("hydra.sweeper."):
             cure = "space, where, repeats and control go with defaults: [override /hydra/sweeper: space]"
-            return ConfigError(name, "", f"is no key of the sweeper, and {file}.yaml sets it", cure)
+            return ConfigError(name, "", f"is not a key of the sweeper, and {file}.yaml sets it", cure)
         error = unknown_key(name, "")
         return ConfigError(name, "", f"{error.rule}, and {file}.yaml sets it", error.cure)
     if (named := re.match(r"In '?([^':]+)'?: (?:\w+ raised while composing config:\s*)?(.*)", message)) is not None:
@@ -255,7 +257,7 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
     if (added := re.search(r"append to your default list use (\+\w+=\S+)", message)) is not None:
         return ConfigError(key, value, "is of a group that is not in every recipe", f"try {added[1]}")
     if message.startswith("Could not override"):
-        return ConfigError(key, value, "is no key or group of this recipe", advice(bare.partition("@")[0]))
+        return ConfigError(key, value, "is not a key or group of this recipe", advice(bare.partition("@")[0]))
     if bare:
         return ConfigError(bare, value, first_line(message), COMPARE)
     return ConfigError(ARGUMENTS, " ".join(overrides), first_line(message), HELP)

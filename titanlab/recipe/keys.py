@@ -198,14 +198,14 @@ def unknown_key(key: str, value: object) -> ConfigError:
         return ConfigError(key, value, "is a key of a sweep's file", f"add hydra/sweeper=space to have {key}")
     if key.startswith("hydra.launcher."):
         cure = "the group launch has these settings: launch=slurm launch.minutes=… (docs/clusters.md)"
-        return ConfigError(key, value, "is no key here: no launcher of Hydra's starts runs", cure)
+        return ConfigError(key, value, "is not a key here: titanlab uses no launcher of Hydra", cure)
     if key.partition(".")[0].partition("/")[0] == "hydra":
-        return ConfigError(key, value, "is no key of Hydra's", "see `titanlab train --cfg hydra`")
+        return ConfigError(key, value, "is not a key of Hydra", "see `titanlab train --cfg hydra`")
     if (part := _in_combination(key)) is not None and find_key(key) is not None:
         group, kind, inner = part
         rule = f"is a key only where a list of options is chosen that has {kind}"
         return ConfigError(key, value, rule, f"with {group}={kind} alone, write {group}.{inner}={value}")
-    return ConfigError(key, value, "is no key of this recipe", advice(key))
+    return ConfigError(key, value, "is not a key of this recipe", advice(key))
 
 
 def _keys(schema: type, prefix: str, option: Option | None) -> Iterator[Key]:
@@ -256,7 +256,7 @@ def with_combination(text: str) -> str:
     options = override.value()
     if not isinstance(options, list) or not options or not all(isinstance(option, str) for option in options):
         known = ", ".join(sorted(str(kind) for kind in discover()[group]))
-        raise ConfigError(group, value, "is no list of options", f"known: {known}; for none: {group}=jsonl")
+        raise ConfigError(group, value, "is not a list of options", f"known: {known}; for none: {group}=jsonl")
     return f"{key}={PLUS.join(options)}"
 
 

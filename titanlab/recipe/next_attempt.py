@@ -143,7 +143,7 @@ def check_changeable(
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            raise ConfigError("overrides", override, "is no override", "write key=value")
+            raise ConfigError("overrides", override, "is not an override", "write key=value")
         if changeable is None:
             continue
         is_group = key in discover() and any(name.startswith(f"{key}.") for name in changeable)

@@ -337,10 +337,10 @@ def check_context(layout: Layout, account: ModelAccount, *, seq_len: int, kernel
         cure = f"try {max(1, round(seq_len / chunks)) * chunks}"
         raise ConfigError("training.seq_len", seq_len, rule, cure)
     if kernel == "math":
-        rule = f"writes out all scores, and context={layout.context} puts attention together of parts that are not"
+        rule = f"needs all scores at once, and context={layout.context} computes them in parts"
         raise ConfigError("model.attention", kernel, rule, "try auto")
     if kernel == "flash_attn":
-        rule = f"is no kernel of torch's, of which context={layout.context} puts attention together"
+        rule = f"is not a kernel of torch, which context={layout.context} needs"
         raise ConfigError("model.attention", kernel, rule, "try auto or flash")
 
 

@@ -41,7 +41,7 @@ def claimed(folder: Path, key: str, *, patience_seconds: float = PATIENCE_SECOND
     try:
         if not _locked(descriptor, patience_seconds):
             name, stopped = holder(descriptor)
-            rule = f"is in the hands of {name}" + (f", which {stopped}" if stopped else "")
+            rule = f"is locked by {name}" + (f", which {stopped}" if stopped else "")
             raise ConfigError(key, folder, rule, "end that process" if stopped else "wait for it, or stop it")
         name_holder(descriptor)
         yield

@@ -39,7 +39,7 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
         rule = f"cannot be read ({error.strerror or type(error).__name__})"
         raise ConfigError("run", path, rule, "ask its owner for permission") from error
     except ValueError as error:
-        raise ConfigError("run", path, f"is no JSON ({error})", cure) from error
+        raise ConfigError("run", path, f"is not JSON ({error})", cure) from error
     if not isinstance(value, dict):
         raise ConfigError("run", path, f"holds {type(value).__name__} and no object", cure)
     return value

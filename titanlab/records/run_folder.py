@@ -135,7 +135,7 @@ class RunFolder:
         """The values of one group of the recipe with which the run was made; empty if it has none."""
         values = self.config().get(group)
         if not isinstance(values, dict | None):
-            raise ConfigError(group, values, f"is no mapping in {self.path / 'config.yaml'}", RESTORE)
+            raise ConfigError(group, values, f"is not a mapping in {self.path / 'config.yaml'}", RESTORE)
         return values or {}
 
     def identity(self) -> Identity | None:
@@ -287,7 +287,7 @@ class RunFolder:
         """
         for parent in (self.path / "attempts", self.logs):
             if os.path.lexists(parent) and not parent.is_dir():
-                raise ConfigError("run", parent, "is no folder", "remove it")
+                raise ConfigError("run", parent, "is not a folder", "remove it")
         for attempt in range(self.newest_attempt() + 1, 1_000_000):
             folder = self.attempt_folder(attempt)
             try:
@@ -425,9 +425,9 @@ def check_runs(runs: Path | str) -> None:
         raise ConfigError("runs", runs, "names no folder", "try runs")
     if (home := str(folder).partition("/")[0]).startswith("~"):
         # As a relative path it would be a folder named `~NAME`, which no user wants.
-        raise ConfigError("runs", runs, f"{home} is no user of this host", _GIVE_WRITABLE)
+        raise ConfigError("runs", runs, f"{home} is not a user of this host", _GIVE_WRITABLE)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    rule = None if existing.is_dir() else f"cannot be written ({existing} is no folder)"
+    rule = None if existing.is_dir() else f"cannot be written ({existing} is not a folder)"
     if rule is None and not os.access(existing, os.W_OK | os.X_OK):
         rule = f"cannot be written (no permission in {existing})"
     if rule is not None:
@@ -498,7 +498,7 @@ def tracker_id(identity: Identity, folder: Path, *, sweep: str) -> str:
 def open_run(path: Path | str) -> RunFolder:
     path = user_path(path)
     if not (path / "config.yaml").is_file():
-        rule = "has no config.yaml" if path.is_dir() else "is no folder"
+        rule = "has no config.yaml" if path.is_dir() else "is not a folder"
         raise ConfigError("run", path, rule, "name the folder of a run, such as runs/single/quickstart-1a2b3c4d")
     return RunFolder(path)
 

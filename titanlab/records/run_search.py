@@ -95,7 +95,7 @@ def read_points(sweep: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ConfigError("sweep", path, f"cannot be read ({error.strerror or type(error).__name__})", _CURE) from error
     except UnicodeDecodeError as error:
-        raise ConfigError("sweep", path, "is no text in UTF-8", _CURE) from error
+        raise ConfigError("sweep", path, "is not text in UTF-8", _CURE) from error
     return [_point(line, path, number) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -112,9 +112,9 @@ def _point(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
         value: Any = loaded(line)
     except ValueError as error:
-        raise ConfigError("sweep", path, f"line {number} is no JSON", _CURE) from error
+        raise ConfigError("sweep", path, f"line {number} is not JSON", _CURE) from error
     fits = isinstance(value, dict) and isinstance(value.setdefault("point", {}), dict)
     if not fits or not isinstance(value.get("run"), str | None) or not isinstance(value.get("dropped"), dict | None):
-        raise ConfigError("sweep", path, f"line {number} is no point of a sweep", _CURE)
+        raise ConfigError("sweep", path, f"line {number} is not a point of a sweep", _CURE)
     point: dict[str, Any] = value
     return point

@@ -165,7 +165,7 @@ def timeline_of(
     """
     known = schedules()
     if schedule not in known:
-        raise ConfigError("schedule", schedule, "is no schedule without a file", f"known: {', '.join(known)}")
+        raise ConfigError("schedule", schedule, "is not a built-in schedule", f"known: {', '.join(known)}")
     return contract.timeline_of(
         known[schedule], ranks=ranks, microbatches=microbatches, durations=durations, transfer=transfer
     )
@@ -257,7 +257,7 @@ def differences_frame(steps: DataFrame, reference: str) -> DataFrame:
     own = steps[steps["run"] == reference]
     if own.empty:
         known = ", ".join(dict.fromkeys(steps["run"].astype(str))) or "no run has logged a step"
-        raise ConfigError("reference", reference, "is no run of these steps", f"known: {known}")
+        raise ConfigError("reference", reference, "is not a run of these steps", f"known: {known}")
     keys = ["step", meter.TOKENS_SEEN]
     names = [name for name in (meter.LOSS, meter.GRAD_NORM) if name in steps]
     others = steps[steps["run"] != reference]

@@ -40,7 +40,7 @@ def sweep_frame(path: Path | str) -> DataFrame:
     try:
         return frame_of(parquet.read_table(path))
     except (OSError, pa.ArrowInvalid) as error:
-        raise ConfigError("path", path, "is no parquet file", "name a sweep's folder, or SWEEP.parquet") from error
+        raise ConfigError("path", path, "is not a Parquet file", "name a sweep's folder, or SWEEP.parquet") from error
 
 
 def frame_of(table: Any) -> DataFrame:
@@ -96,5 +96,5 @@ def folder_of(path: Path) -> SweepFolder:
     """
     sweep = SweepFolder(path.absolute())
     if not (sweep.manifest() or sweep.runs()):
-        raise ConfigError("path", path, "is no sweep's folder", "try runs/NAME; `titanlab status` lists them")
+        raise ConfigError("path", path, "is not a sweep's folder", "try runs/NAME; `titanlab status` lists them")
     return sweep

@@ -318,7 +318,7 @@ _MOST_COUNTS, _MOST_TOKENS = 2**22, 2**53
 _MOST_BLOCKS_NAMED = 4
 _CAPTION = (
     "A map has a row for each block and a column for each expert: its tokens over all processes, relative to an equal "
-    "share of the block's. Paler is nearer to an equal share, orange is more, purple is less, black is no token. "
+    "share of the block's. Paler is nearer to an equal share, orange is more, purple is less, black means no token. "
     "Recipes with the same counts have one map. No token is dropped: a loaded expert computes all that it gets."
 )
 

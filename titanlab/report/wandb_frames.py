@@ -89,7 +89,7 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
     import pandas as pd
 
     if kind not in _LOSS_OF:
-        raise ConfigError("kind", kind, "is no kind of row", f"try {TRAIN} or {VALIDATION}")
+        raise ConfigError("kind", kind, "is not a kind of row", f"try {TRAIN} or {VALIDATION}")
     runs, names = _ours(runs)
     rows: list[dict[str, Any]] = []
     for run in runs:

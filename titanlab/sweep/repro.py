@@ -119,7 +119,7 @@ def wrong_path(patch: str) -> str | None:
             parts = name.split("/")
             # Git refuses such paths too.
             if name.startswith("/") and name != "/dev/null":
-                return f"it names {name[:80]!r}, which is no path below the repository"
+                return f"it names {name[:80]!r}, which is not a path below the repository"
             if ".." in parts or any(part.lower().startswith(".git") and part != ".gitignore" for part in parts):
                 return f"it names {name[:80]!r}"
     return None

@@ -208,7 +208,7 @@ def _where(where: Any) -> list[Expression]:
     for expression in expressions:
         for name in expression.names:
             if name not in names:
-                rule = f"asks for {name}, which is no key of a recipe"
+                rule = f"asks for {name}, which is not a key of a recipe"
                 raise ConfigError(WHERE, expression.text, rule, advice(name))
     return expressions
 
@@ -256,7 +256,7 @@ def _check_keys(request: Request) -> None:
                         near = difflib.get_close_matches(str(option), options, n=1)
                         cure = f"try {near[0]}; " if near else ""
                         cure += f"known: {', '.join(options)}"
-                        raise ConfigError(key, option, "is no option of this group", cure)
+                        raise ConfigError(key, option, "is not an option of this group", cure)
             continue
         keys = by_name.get(key) or [known for known in [find_key(key)] if known is not None]
         if not keys:

@@ -131,10 +131,10 @@ def retry(
     """
     if not (outcomes or stale or names):
         cure = "try --outcome hang,node_fail, --all-failed or --stale, or name runs"
-        raise ConfigError("arguments", "", "say nothing of which runs", cure)
+        raise ConfigError("arguments", "", "do not say which runs", cure)
     for outcome in outcomes:
         if outcome not in FAILED:
-            rule = "is done" if outcome == OutcomeKind.DONE.value else "is no outcome"
+            rule = "is done" if outcome == OutcomeKind.DONE.value else "is not an outcome"
             raise ConfigError("--outcome", outcome, rule, f"known: {', '.join(FAILED)}")
     check_changeable(overrides, CHANGEABLE, presets=("parallelism", "schedule", "ac"))
     if stale and _changes_layout(overrides):

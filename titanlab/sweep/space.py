@@ -135,7 +135,7 @@ def _points(space: Any, place: str) -> list[Values]:
 def _read(space: Any, place: str) -> tuple[str, Any]:
     """The word of a space, and its content."""
     if not isinstance(space, Mapping):
-        raise ConfigError(place, space, f"is no space, which is a mapping with one of {', '.join(WORDS)}", _EXAMPLE)
+        raise ConfigError(place, space, f"is not a space, which is a mapping with one of {', '.join(WORDS)}", _EXAMPLE)
     words = [word for word in WORDS if word in space]
     if len(space) != 1 or not words:
         if words:
@@ -173,7 +173,7 @@ def _check_mapping(inner: Mapping[Any, Any], word: str, at: str) -> None:
         raise ConfigError(at, "{}", "has no key", _EXAMPLE)
     for key, values in inner.items():
         if not isinstance(key, str) or not key.strip():
-            raise ConfigError(at, key, "is no key of a recipe", "write keys as text, such as training.seq_len")
+            raise ConfigError(at, key, "is not a key of a recipe", "write keys as text, such as training.seq_len")
         if word == "list":
             continue
         where = f"{at}.{key}"
@@ -229,7 +229,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "abs": a
 _WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None}
 _MEANT = {
     ast.Call: "calls a function that is not min, max, abs or len",
-    ast.Attribute: "takes a part of something that is no key",
+    ast.Attribute: "reads an attribute of something that is not a key",
     ast.Lambda: "makes a function",
     ast.Subscript: "takes an item of something",
     ast.Pow: "has a power",
@@ -274,7 +274,7 @@ def read_expression(text: Any) -> Expression:
         ConfigError: it is not a text or not an expression, or contains something that conditions do not allow.
     """
     if not isinstance(text, str) or not text.strip():
-        raise ConfigError(WHERE, text, "is no condition", _CURE)
+        raise ConfigError(WHERE, text, "is not a condition", _CURE)
     if len(text) > _LENGTH:
         raise ConfigError(WHERE, text, f"has {len(text)} characters, and {_LENGTH} are enough", "write several")
     names: list[str] = []
@@ -356,7 +356,7 @@ def _truth(value: Any, shown: str) -> bool:
 def _number(value: Any) -> Any:
     # Only numbers: a text times a large number would fill the memory.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return value
 
 

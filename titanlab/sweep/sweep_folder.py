@@ -177,7 +177,7 @@ def open_sweep(text: str, runs: Path | str = "runs") -> SweepFolder:
     known = [path.name for path in sorted(root.glob("*")) if SweepFolder(path).manifest() or SweepFolder(path).runs()]
     near = difflib.get_close_matches(text, known, n=3, cutoff=0.4) or known[-3:]
     cure = f"try {' or '.join(near)}" if near else "submit one first (titanlab sweep), or say where runs are (--runs)"
-    raise ConfigError("sweep", text, f"is no sweep under {runs}", cure)
+    raise ConfigError("sweep", text, f"is not a sweep under {runs}", cure)
 
 
 def find_run_or_sweep(text: str, runs: Path | str, key: str = "run") -> RunFolder | SweepFolder:
@@ -197,7 +197,7 @@ def find_run_or_sweep(text: str, runs: Path | str, key: str = "run") -> RunFolde
         except ConfigError:
             if not isinstance(no_run, NoSuchRun):
                 raise no_run from None
-            raise ConfigError(key, text, f"is no run and no sweep under {runs}", no_run.cure) from None
+            raise ConfigError(key, text, f"is neither a run nor a sweep under {runs}", no_run.cure) from None
 
 
 CODE_SCHEMA = 1

@@ -75,14 +75,14 @@ def open_to_read(path: Path) -> BinaryIO:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "is a folder", str(path))
-    raise OSError(errno.EINVAL, "is no regular file", str(path))
+    raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """The content of a file.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger than that.
+        OSError: it cannot be read, is not a regular file, or is larger than that.
     """
     with open_to_read(path) as file:
         content = read_at_most(file, most_bytes + 1)
@@ -107,7 +107,7 @@ def open_to_write(path: Path, flags: int) -> int:
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return descriptor
 
 
@@ -123,7 +123,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
     """The content of a UTF-8 file, with a line feed at the end of each line.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger than that.
+        OSError: it cannot be read, is not a regular file, or is larger than that.
         UnicodeDecodeError: it is not UTF-8.
     """
     text = read_bytes(path, most_bytes=most_bytes).decode()

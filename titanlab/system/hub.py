@@ -39,7 +39,7 @@ def hub_error(error: Exception, repo: str, key: str = "repo") -> ConfigError:
     if "RevisionNotFoundError" in kinds:
         return ConfigError(key, repo, "has no such revision", "give a branch, tag or commit of the model's page")
     if kinds & {"RepositoryNotFoundError", "HFValidationError"} or (status == 404 and not is_absent(error)):
-        return ConfigError(key, repo, "is no model of the hub, or a private one", "check its name; give a --token")
+        return ConfigError(key, repo, "is not a model of the hub, or is private", "check its name; give a --token")
     message = " ".join(str(error).split())[:120]
     return ConfigError(key, repo, f"cannot be fetched ({message})", "check the network, or copy the files by hand")
 
@@ -97,7 +97,7 @@ def unreachable(name: str, key: str = "repo") -> ConfigError | None:
     with contextlib.suppress(ValueError):
         parts = urlsplit(_endpoint())
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        return ConfigError("HF_ENDPOINT", _endpoint(), "is no address of a hub", f"leave it out, or try {_USUAL}")
+        return ConfigError("HF_ENDPOINT", _endpoint(), "is not an address of a hub", f"leave it out, or try {_USUAL}")
     seconds = silence()
     if seconds is None:
         return None

@@ -157,7 +157,7 @@ def read_saved(checkpoint: Path, key: str) -> Metadata:
     path = checkpoint / METADATA
     try:
         if not path.is_file():
-            raise _Unreadable("is missing" if not path.exists() else "is no file")
+            raise _Unreadable("is missing" if not path.exists() else "is not a file")
         if path.stat().st_size > MOST_BYTES:
             raise _Unreadable(f"has {path.stat().st_size} bytes, and {MOST_BYTES} are the most")
         content = path.read_bytes()

@@ -64,7 +64,7 @@ def from_folder(path: Path, key: str) -> WeightsOrigin:
     """
     source = open_folder(path, key)
     if source is None:
-        rule = f"has no {weights.HF_CONFIG}" if path.is_dir() else "is no folder"
+        rule = f"has no {weights.HF_CONFIG}" if path.is_dir() else "is not a folder"
         raise ConfigError(key, path, rule, "give a folder of Hugging Face's, or a model of its hub as owner/name")
     return WeightsOrigin(
         source=source,
@@ -411,8 +411,8 @@ def check_target(folder: Path, is_ours: Callable[[Path], bool], *, force: bool) 
         raise ConfigError("--into", folder, "holds something else than weights", "name another folder")
     parent = next(path for path in folder.absolute().parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        rule = "cannot be written (no permission)" if parent.is_dir() else f"cannot be written ({parent} is no folder)"
-        raise ConfigError("--into", folder, rule, "name a folder of yours")
+        why = "no permission" if parent.is_dir() else f"{parent} is not a folder"
+        raise ConfigError("--into", folder, f"cannot be written ({why})", "name a folder of yours")
 
 
 def check_apart(source: Path, folder: Path) -> None:

@@ -212,7 +212,7 @@ def checked_about(about: Mapping[str, Any]) -> dict[str, Any]:
     if context is None:
         return {name: value for name, value in about.items() if name != CONTEXT}
     if not isinstance(context, int) or isinstance(context, bool) or context < 1:
-        raise ValueError(f"{CONTEXT} is no whole number of at least 1")
+        raise ValueError(f"{CONTEXT} is not a whole number of at least 1")
     return dict(about)
 
 
@@ -227,7 +227,7 @@ def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
     for entry in dataclasses.fields(schema):
         # A config checks ranges, not types: those are checked where people write values.
         if entry.type in (int, "int") and type(value := mapping.get(entry.name, 0)) is not int:
-            raise TypeError(f"{entry.name} is no whole number: {value!r}")
+            raise TypeError(f"{entry.name} is not a whole number: {value!r}")
     try:
         model: ModelConfig = schema(**mapping)
     except (ValueError, OverflowError) as error:
@@ -310,7 +310,7 @@ def read_entries(
     for path, wanted in files.items():
         if path.exists() and not path.is_file():
             # Opening a named pipe would wait for a writer.
-            raise ConfigError(key, path, "is no regular file", "fetch the file again")
+            raise ConfigError(key, path, "is not a regular file", "fetch the file again")
         try:
             with safe_open(path, framework="np") as file:
                 there = set(file.keys())
@@ -339,7 +339,7 @@ def check_entries(
     """
     for name, entry in entries.items():
         if entry.dtype not in DTYPES:
-            rule = f"{name} is kept as {entry.dtype}, which is no format of plain weights"
+            rule = f"{name} is kept as {entry.dtype}, which is not a format of plain weights"
             raise ConfigError(key, place, rule, f"give weights in {', '.join(DTYPES.values())}")
     for name in [*expected, *entries]:
         shapes = [entries[name].shape if name in entries else None, expected.get(name)]
@@ -461,7 +461,7 @@ def family_for(config: Mapping[str, Any]) -> HuggingFaceFamily[Any]:
         whole = f"{architecture.removesuffix('Model')}ForCausalLM"
         architecture = whole if whole in known else architecture
     if not isinstance(architecture, str) or architecture not in known:
-        rule = "is no architecture that is computed here"
+        rule = "is not a supported architecture"
         cure = f"supported: {', '.join(sorted(known))}"
         raise ConfigError("config.json:architectures", architecture or None, rule, cure)
     return known[architecture]

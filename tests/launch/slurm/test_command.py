@@ -55,7 +55,7 @@ def test_a_configuration_that_is_not_there_is_told_at_once(squeue, tmp_path, mon
     for path in (tmp_path / "none.conf", tmp_path):
         monkeypatch.setenv("SLURM_CONF", str(path))
         begin = time.monotonic()
-        assert ask_slurm("squeue").problem == f"SLURM_CONF={path} is no file that can be read"
+        assert ask_slurm("squeue").problem == f"SLURM_CONF={path} is not a readable file"
         assert time.monotonic() - begin < 30
 
 

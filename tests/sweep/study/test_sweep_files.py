@@ -59,7 +59,7 @@ def test_it_plans(path, monkeypatch, tmp_path):
         monkeypatch.setattr(studies, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
         where = ["launch=local"]
     found = plan(f"+sweeps={name}", *where, f"runs={tmp_path}")
-    # Whether a Slurm is here, and answers, is no matter of the file.
+    # The file does not depend on whether Slurm is here and answers.
     decisions = decide(found, states={}, answered=False)
     assert (found.name, found.origin) == (name, f"sweeps/{name}")
     runs, left_out, largest = EXPECTED[name]

@@ -144,5 +144,5 @@ def test_what_cannot_be_rebuilt(made):
     with pytest.raises(ConfigError, match=r"has no rows in metrics\.jsonl"):
         rebuild(empty)
     run = tracked(made, Wandb(), name="other")
-    with run.claim(), pytest.raises(ConfigError, match="is in the hands of process"):
+    with run.claim(), pytest.raises(ConfigError, match="is locked by process"):
         rebuild(run)

@@ -89,7 +89,7 @@ def test_a_model_of_the_hub_is_imported(hub, tmp_path, capsys):
     ("error", "message"),
     [
         (failed(errors.GatedRepoError, 403), "does not let you in: it is gated or private"),
-        (failed(errors.RepositoryNotFoundError, 404), "is no model of the hub, or a private one"),
+        (failed(errors.RepositoryNotFoundError, 404), "is not a model of the hub, or is private"),
         (failed(errors.RevisionNotFoundError, 404), "has no such revision"),
         (failed(errors.RemoteEntryNotFoundError, 404), "has no config.json, so it holds no model of transformers"),
         (errors.LocalEntryNotFoundError("offline"), "cannot be fetched (offline); check the network"),
@@ -124,7 +124,7 @@ def test_another_model_is_refused_before_it_is_fetched(hub, tmp_path, capsys):
     folder = made.folder(tmp_path / "there", {**made.SMALL, "architectures": ["GPT2LMHeadModel"]})
     asked = hub(folder)
     assert main(["import", "owner/model"]) == 2
-    assert "GPT2LMHeadModel: is no architecture that is computed here" in capsys.readouterr().err
+    assert "GPT2LMHeadModel: is not a supported architecture" in capsys.readouterr().err
     assert [what for _, what, *_ in asked] == ["config.json"]
 
 

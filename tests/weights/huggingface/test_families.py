@@ -234,7 +234,7 @@ SUPPORTED = "LlamaForCausalLM, MixtralForCausalLM, Qwen3ForCausalLM, Qwen3MoeFor
 )
 def test_other_architectures_are_refused(given, shown):
     told = refusal(family_for, {"architectures": given})
-    rule = "is no architecture that is computed here"
+    rule = "is not a supported architecture"
     assert told == f"config.json:architectures={shown}: {rule}; supported: {SUPPORTED}"
 
 

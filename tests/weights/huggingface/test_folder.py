@@ -135,7 +135,10 @@ def test_a_copy_of_tied_embeddings_is_known(tmp_path):
         (torch.tensor(1.0), "lm_head.weight is a single number, not 256×64"),
         (torch.ones(512, 64), "lm_head.weight is 512×64, not 256×64"),
         (torch.ones(256, 64, 1), "lm_head.weight is 256×64×1, not 256×64"),
-        (torch.ones(256, 64).to(torch.float8_e4m3fn), "lm_head.weight is kept as F8_E4M3, which is no format of plain"),
+        (
+            torch.ones(256, 64).to(torch.float8_e4m3fn),
+            "lm_head.weight is kept as F8_E4M3, which is not a format of plain",
+        ),
     ],
 )
 def test_a_copy_that_cannot_be_compared_is_one_line(tmp_path, tensor, rule):

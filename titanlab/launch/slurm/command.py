@@ -61,7 +61,7 @@ def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str
     config = environ.get("SLURM_CONF")
     if config is not None and not (os.path.isfile(config) and os.access(config, os.R_OK)):
         # Slurm's commands would look for the file for a minute before they report this.
-        return Reply(output=None, problem=f"SLURM_CONF={config} is no file that can be read")
+        return Reply(output=None, problem=f"SLURM_CONF={config} is not a readable file")
     kept = {name: value for name, value in environ.items() if not name.startswith(_PERSONAL)}
     begin = time.monotonic()
     answer = run_command(*words, seconds=seconds, environ={**kept, **_OURS})

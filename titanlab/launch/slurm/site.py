@@ -128,7 +128,7 @@ def check_slurm(config: Slurm) -> Iterator[Finding]:
     shown = ", ".join(f"{name} ({partitions[name].nodes})" for name in names[:8]) + (" …" if len(names) > 8 else "")
     targets = (config.partition or partitions.get("", _Partition()).name).split(",")
     if any(name and name not in names for name in targets):
-        yield fail("partitions", f"{shown}; launch.partition={config.partition} is none", f"try {names[0]}")
+        yield fail("partitions", f"{shown}; launch.partition={config.partition} is not among them", f"try {names[0]}")
     elif not any(targets):
         yield warn("partitions", f"{shown}; none is the default", "give launch.partition")
     elif not all(partitions[name].is_up for name in targets):

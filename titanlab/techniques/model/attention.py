@@ -51,7 +51,7 @@ def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
         named = ".".join(map(str, capability))
         return f"is a kernel of Hopper (compute capability 9.0), and this device has {named}", "try auto"
     if _activate is None or _known is None or _current is None or _restore is None or _NAME not in _known():
-        return f"is no kernel that torch {torch.__version__} can take in, as 2.13 can", "try auto, or a newer torch"
+        return f"is not a kernel that torch {torch.__version__} can load", "try auto, or torch 2.13 or newer"
     if importlib.util.find_spec(FLASH3_PACKAGE) is None:
         return f"is a kernel of the package {FLASH3_PACKAGE}, which is not installed", FLASH3_CURE
     return None

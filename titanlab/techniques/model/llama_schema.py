@@ -358,7 +358,7 @@ class LlamaOfExperts(Llama):
         super().check(setting)
         layout, rule = setting.layout, ""
         if layout.context > 1:
-            rule = f"counts by sequence, of which context={layout.context} gives each process a part"
+            rule = f"counts by sequence, and context={layout.context} splits each sequence"
         elif layout.expert > 1 and layout.tensor > 1:
             rule = "counts by sequence, and with tensor > 1 and expert > 1 each process routes a part of the tokens"
         if rule and self.balance == "auxiliary_sequence":

@@ -45,7 +45,7 @@ class Schedule:
             if not 0 <= value <= 1:
                 raise ConfigError(f"optimizer.schedule.{name}", value, "must lie between 0 and 1", "try 0.1")
         if self.decay not in DECAYS:
-            raise ConfigError("optimizer.schedule.decay", self.decay, "is no decay", f"try {', '.join(DECAYS)}")
+            raise ConfigError("optimizer.schedule.decay", self.decay, "is not a decay", f"try {', '.join(DECAYS)}")
 
     def warmup(self, steps: int) -> int:
         if self.warmup_steps is not None:
