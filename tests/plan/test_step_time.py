@@ -41,7 +41,7 @@ def only_products(recipe, **changes):
     return dataclasses.replace(
         machine_of(recipe),
         product_flops={"bfloat16": 1e12},
-        attention_flops=1e12,
+        attention_flops={"forward": 1e12, "backward": 1e12},
         memory_bytes_per_second=math.inf,
         link_bytes_per_second=math.inf,
         network_bytes_per_second=math.inf,
@@ -105,7 +105,7 @@ def test_full_recomputation_repeats_all_but_the_last_product():
         {"link_bytes_per_second": 9e11},
         {"network_bytes_per_second": 1e12},
         {"product_flops": {"bfloat16": 1e15}},
-        {"attention_flops": 1e15},
+        {"attention_flops": {"forward": 1e15, "backward": 1e15}},
         {"link_hop_seconds": 0.0, "network_hop_seconds": 0.0, "link_seconds": 0.0, "network_seconds": 0.0},
     ],
 )
@@ -335,7 +335,9 @@ def forward_kernels(*, fused, tensor):
     model = Llama(dim=128, layers=1, heads=4, kv_heads=2, ffn_dim=256, vocab_size=64, fused=fused)
     share = Share(element_bytes=2, tensor=tensor, sequence_parallel=False)
     plan = model.account().plan
-    part = RankWork(share=share, dtype="bfloat16", fused=False, plan=plan, prefix="layers.0.", products={})
+    part = RankWork(
+        share=share, dtype="bfloat16", attention="flash", fused=False, plan=plan, prefix="layers.0.", products={}
+    )
     operations = model.block_operations(batch=2, seq_len=256)
     names = ("wq", "wk", "wv", "wqkv", "w1", "w3", "w13")
     chosen = [each for each in operations if each.name.rpartition(".")[2] in names]

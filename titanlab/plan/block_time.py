@@ -27,7 +27,7 @@ from titanlab.costs import (
     is_in_block,
     sum_whole_gradients,
 )
-from titanlab.plan.machine import AxisPlacement, Machine, axis_of
+from titanlab.plan.machine import BACKWARD, FORWARD, AxisPlacement, Machine, axis_of
 from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, share_of, treatments
 from titanlab.recipe import Recipe, repeats_in_block, step_of
 from titanlab.techniques.ac.contract import ACConfig
@@ -46,7 +46,7 @@ class KernelGroup(NamedTuple):
     """Kernels with one rate of products and one kind of memory access.
 
     Attributes:
-        rate: dtype of products, or `attention`.
+        rate: dtype of products, or kernel and direction of attention.
         moved: bytes that are read and written.
         fused: whether a compiler generated the kernels.
     """
@@ -80,6 +80,7 @@ class RankWork:
     Attributes:
         share: with a degree of experts above 1 each rank of the tensor axis routes its own tokens.
         dtype: of products in the compute precision: torch's name.
+        attention: kernel of attention.
         fused: whether neighbouring operations that memory bandwidth limits are one kernel.
         plan: style of each module, as in the model's account; all blocks use the names of the first block.
         prefix: of the operations' names in that plan.
@@ -88,6 +89,7 @@ class RankWork:
 
     share: Share
     dtype: str
+    attention: str
     fused: bool
     plan: TensorPlan
     prefix: str
@@ -101,10 +103,8 @@ def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
         memory = moved / (machine.memory_bytes_per_second * (shares.fused_memory if fused else shares.eager_memory))
         if flops == 0:
             total += memory
-        elif rate == "attention":
-            total += max(flops / (machine.attention_flops * shares.attention), memory)
         else:
-            total += max(flops / (machine.product_rate(rate) * shares.product), memory)
+            total += max(flops / machine.flops_per_second(rate), memory)
         total += launches * shares.launch_seconds
     return total
 
@@ -124,8 +124,9 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
         elif operation.kind == "attention":
             flops = operation.flops / 2 / (share.tensor * share.context)  # causal: half of the square
             moved = 4 * elements * width / (share.tensor * share.context)
-            backward = KernelGroup(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
-            kernels = [KernelGroup(flops, "attention", moved, 1, True)], [backward], []
+            ahead, back = (f"{part.attention} {direction}" for direction in (FORWARD, BACKWARD))
+            backward = KernelGroup(_ATTENTION_BACKWARD * flops, back, 2 * moved, 3, True)
+            kernels = [KernelGroup(flops, ahead, moved, 1, True)], [backward], []
         elif operation.kind == "exchange":
             kernels = [], [], []
             if share.expert > 1:
@@ -294,6 +295,12 @@ class _Shaped:
         self.part = RankWork(
             share=share_of(recipe),
             dtype=formats.compute,
+            attention=machine.attention_kernel(
+                model.attention,
+                dtype=formats.compute,
+                head_dim=self.facts.account.head_dim,
+                seq_len=recipe.training.seq_len,
+            ),
             fused=recipe.compile.fuses_blocks,
             plan=self.step.account.plan,
             prefix=f"{self.facts.block}.",
