@@ -147,3 +147,12 @@ def test_the_file_says_how_the_values_were_found():
     }  # fmt: skip
     assert set(facts["efficiencies"]) == set(LIMITS)
     assert 1 <= allocator_excess() < 1.5
+
+
+def test_the_totals_of_a_step_take_a_tree():
+    """Up and down: a chain of seven hops in a node, and a hop for each doubling of the nodes."""
+    machine = machine_of(made())
+    for nodes, levels in ((2, 1), (512, 9), (2048, 11)):
+        axis = AxisPlacement(ranks=8 * nodes, in_node=8, nodes=nodes)
+        assert machine.tree_seconds(axis, 0.0) == pytest.approx(20e-6 + 2 * (levels * 14e-6 + 7 * 1.9e-6))
+    assert machine.tree_seconds(AxisPlacement(ranks=1, in_node=1, nodes=1), 8.0) == 0.0

@@ -191,6 +191,14 @@ class Machine:
         fixed = self.network_seconds if axis.nodes > 1 else self.link_seconds
         return count * (fixed + latency) * self.efficiencies.latency + wire_bytes / self.bandwidth(axis)
 
+    def tree_seconds(self, axis: AxisPlacement, size: float) -> float:
+        """Time of an all-reduce of few bytes, for which NCCL takes trees: up and down, through a chain in each node."""
+        if axis.ranks == 1:
+            return 0.0
+        fixed = self.network_seconds if axis.nodes > 1 else self.link_seconds
+        hops = math.ceil(math.log2(axis.nodes)) * self.network_hop_seconds + (axis.in_node - 1) * self.link_hop_seconds
+        return (fixed + 2 * hops) * self.efficiencies.latency + 2 * size / self.bandwidth(axis)
+
     def bandwidth(self, axis: AxisPlacement) -> float:
         """Bytes per second of a ring over the ranks of an axis.
 
