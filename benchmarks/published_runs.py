@@ -42,6 +42,15 @@ _GPT_HEADS = {2304: 24, 4096: 32, 5120: 40, 6144: 48}
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatheredFloat8(Float8Tensorwise):
+    """TorchTitan's tensorwise float8 with tensor parallelism: activations are cast before they are gathered."""
+
+    @property
+    def gathers_activations(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Published:
     """One published run.
 
@@ -130,7 +139,7 @@ def recipe_of(row: Row) -> Recipe:
             shard=sharded // replicas,
             context=_number(row, "cp"),
             tensor=_number(row, "tp"),
-            # torch of that time did not fuse products with scales by row (pytorch/torchtitan#866, pytorch/pytorch#149247).
+            # That torch did not fuse products with scales by row (pytorch/torchtitan#866, pytorch/pytorch#149247).
             async_tensor=row["async_tp"] == "Y" and "rowwise" not in row["precision"],
             loss_parallel=not _is_kempner(row),
             reshard_after_forward="auto" if _fsdp(row) else "never",
@@ -195,6 +204,8 @@ def _precision(row: Row) -> PrecisionConfig:
         return Float8RowwiseWithGwHp()
     if "rowwise" in name:
         return Float8Rowwise()
+    if "asyncTP" in row["source"] and "float8" in name:
+        return GatheredFloat8()
     if "mxfp8" in name:
         return Mxfp8()
     if "float8" in name:

@@ -149,6 +149,47 @@ def test_float8_gathers_send_half():
     assert parts[True] < 0.8 * parts[False]
 
 
+def products_in_float8(*, fused, **changes):
+    """Bytes that the casts of one layer move in the forward and in the backward pass, and their kernels."""
+    (product,) = (each for each in LLAMA_8B.block_operations(batch=1, seq_len=512) if each.name == "attention.wo")
+    part = RankWork(
+        share=Share(element_bytes=2, tensor=changes.pop("tensor", 1)), dtype="bfloat16", attention="flash", fused=fused,
+        plan=model_facts(LLAMA_8B).account.plan, prefix="layers.0.",
+        products={"layers.0.attention.wo": Float8Tensorwise.product}, **changes,
+    )  # fmt: skip
+    (work,) = work_of([product], part)
+    casts = [kernels[-1] for kernels in (work.forward, work.inputs)]
+    return sum(cast.moved for cast in casts), sum(cast.launches for cast in casts)
+
+
+def test_casts_to_float8_cost_more_outside_compiled_code():
+    inputs, weight, gradients = 512 * 4096, 4096 * 4096, 512 * 4096
+    assert products_in_float8(fused=True) == (7 * (inputs + weight + gradients), 4.5)
+    # Six kernels and 33 bytes, each operand twice.
+    assert products_in_float8(fused=False) == (66 * (inputs + weight + gradients), 36)
+    arrived = products_in_float8(fused=False, cast_weights=frozenset({"layers.0.attention.wo.weight"}))
+    assert arrived[0] == 66 * (inputs + gradients)
+
+
+def test_with_a_gather_in_float8_each_rank_casts_its_part_and_sends_half():
+    inputs, weight, gradients = 512 * 4096 // 4, 4096 * 4096 // 4, 512 * 4096
+    assert products_in_float8(fused=True, tensor=4)[0] == 7 * (inputs + weight + gradients)
+    # The layer's input is a part already; the gradient of its output is gathered.
+    assert products_in_float8(fused=True, tensor=4, casts_part=True)[0] == 7 * (inputs + weight + gradients // 4)
+
+    class Gathered(Float8Tensorwise):
+        @property
+        def gathers_activations(self):
+            return True
+
+    parts = [
+        step_time(recipe, machine_of(recipe)).parts["tensor"]
+        for recipe in (made(shard=2, tensor=8, precision=precision()) for precision in (Float8Tensorwise, Gathered))
+    ]
+    # Gathers are half of what tensor parallelism sends in a block.
+    assert 0.7 < parts[1] / parts[0] < 0.85
+
+
 def test_a_single_rank_has_no_communication():
     recipe = made(batch=2)
     parts = step_time(recipe, machine_of(recipe)).parts

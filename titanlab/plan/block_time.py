@@ -85,6 +85,8 @@ class RankWork:
         plan: style of each module, as in the model's account; all blocks use the names of the first block.
         prefix: of the operations' names in that plan.
         products: by path, products in another format.
+        cast_weights: names of weights that arrive in float8, from FSDP2's gather.
+        casts_part: whether activations are cast before tensor parallelism gathers them.
     """
 
     share: Share
@@ -94,6 +96,8 @@ class RankWork:
     plan: TensorPlan
     prefix: str
     products: Mapping[str, ProductFormat]
+    cast_weights: frozenset[str] = frozenset()
+    casts_part: bool = False
 
 
 def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
@@ -186,10 +190,16 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
         kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * width, 1, False))
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
-        values = (rows * inner * casts_input + inner * columns) * product.cast_bytes / 2
-        launches = product.cast_kernels * (0.5 if part.fused else 1)
+        cast, launches = product.eager_cast_bytes, float(product.eager_cast_kernels)
+        if part.fused:
+            cast, launches = product.cast_bytes, product.cast_kernels / 2
+        # Of what tensor parallelism gathers, each rank casts its part.
+        inputs, gradients = (share.tensor if part.casts_part and dim == cut else 1 for cut in (0, 1))
+        weights = 0 if f"{path}.weight" in part.cast_weights else inner * columns
+        values = (rows * inner * casts_input / inputs + weights) * cast / 2
         kernels[0].append(KernelGroup(0.0, "", values, launches, part.fused))
-        kernels[1].append(KernelGroup(0.0, "", values + rows * columns * product.cast_bytes, 2 * launches, part.fused))
+        backward = values + rows * columns / gradients * cast
+        kernels[1].append(KernelGroup(0.0, "", backward, 2 * launches, part.fused))
     return kernels[0], kernels[1], kernels[2]
 
 
@@ -305,6 +315,8 @@ class _Shaped:
             plan=self.step.account.plan,
             prefix=f"{self.facts.block}.",
             products=recipe.precision.products(self.facts.sample),
+            cast_weights=frozenset(self.step.float8_gathered),
+            casts_part=recipe.precision.gathers_activations,
         )
         self.operations = block_operations(model, recipe.microbatch, recipe.training.seq_len)
         self.times = self._times(self.operations, self.part)
@@ -316,6 +328,9 @@ class _Shaped:
         self.tensor: dict[str, float] = {}
         if layout.tensor > 1:
             rows, axis = rows_of(add_tensor, self.step, block), axis_of(layout, "tensor", machine.per_node)
+            if recipe.precision.gathers_activations:
+                gathered = {"all_gather": self.step.element_bytes(self.facts.block)}
+                rows = [replace(row, wire_bytes=row.wire_bytes // gathered.get(row.kind, 1)) for row in rows]
             self.tensor = {row.kind: seconds_of([row], axis, machine) for row in rows}
         self.once = self._seconds(sum_whole_gradients, "tensor", self.step, Coordinate(), block)
         edges = edge_operations(model, recipe.microbatch, recipe.training.seq_len)

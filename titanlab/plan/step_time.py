@@ -69,7 +69,7 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
     moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
     world = axis_of(recipe.layout, "world", machine.per_node)
     parts["optimizer"] = moved / (machine.memory_bytes_per_second * machine.efficiencies.fused_memory)
-    parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
+    parts["optimizer"] += machine.tree_seconds(world, TOTALS_BYTES)
     parts["stragglers"] = _straggling(recipe, machine, sum(parts.values()))
     seconds = sum(parts.values())
     tokens = recipe.training.global_batch * recipe.training.seq_len
@@ -159,7 +159,10 @@ def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts:
     # Casts and copies around collectives.
     gathers = 2 * microbatches * freed + kept
     rate = machine.memory_bytes_per_second * machine.efficiencies.fused_memory
-    cast = (formats.master_bytes + formats.compute_bytes) / layout.fsdp
+    # A cast to float8 multiplies by the scale and clamps first, in kernels of their own.
+    gathers_float8 = recipe.precision.float8_gathered(facts.sample)
+    cast = 5 * formats.master_bytes + 1 if gathers_float8 else formats.master_bytes + formats.compute_bytes
+    cast /= layout.fsdp
     reduced = formats.compute_bytes + formats.reduce_bytes
     gather_block, gather_edges = ((2 * unit.gathered_bytes + unit.elements * cast) / rate for unit in (block, edges))
     reduce_block, reduce_edges = (unit.elements * reduced / rate for unit in (block, edges))
