@@ -32,7 +32,7 @@ from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B, 
 # A machine in which only products take time, at 1e12 FLOP/s.
 PERFECT = Efficiencies(
     product=1.0, attention=1.0, eager_memory=1.0, fused_memory=1.0, link=1.0, network=1.0, overlap=1.0,
-    stragglers=0.0, launch_seconds=0.0,
+    stragglers=0.0, launch_seconds=0.0, host_seconds=0.0, hook_seconds=0.0,
 )  # fmt: skip
 
 
@@ -190,6 +190,32 @@ def test_with_a_gather_in_float8_each_rank_casts_its_part_and_sends_half():
     assert 0.7 < parts[1] / parts[0] < 0.85
 
 
+def test_a_small_model_waits_for_the_host():
+    """A pass takes as long as the slower of device and host, so that the size of a small model does not count."""
+    tiny, small = (dataclasses.replace(SMALL, layers=32, dim=dim, ffn_dim=3 * dim) for dim in (128, 256))
+    times = [
+        step_time(recipe, machine_of(recipe)) for recipe in (made(model=m, seq_len=128, batch=1) for m in (tiny, small))
+    ]
+    assert times[0].parts["compute"] == pytest.approx(times[1].parts["compute"], rel=0.01)
+    # 54 kernels of a block, each of 20 µs.
+    assert times[0].parts["compute"] == pytest.approx(32 * 54.2 * 20e-6, rel=0.02)
+    large = made(shard=8)
+    machine = machine_of(large)
+    slow = dataclasses.replace(machine, efficiencies=dataclasses.replace(machine.efficiencies, host_seconds=40e-6))
+    assert step_time(large, slow).seconds == step_time(large, machine).seconds
+
+
+def test_hooks_of_fsdp_and_of_tensor_parallelism_take_time_of_the_host():
+    parts = {}
+    for degrees in ({}, {"shard": 2}, {"tensor": 2}):
+        recipe = made(model=SMALL, seq_len=128, batch=2, **degrees)
+        parts[tuple(degrees)] = step_time(recipe, machine_of(recipe)).parts
+    hook = machine_of(made()).efficiencies.hook_seconds
+    assert parts[("shard",)]["shard"] >= 3 * 6 * hook
+    gained = parts[("tensor",)]["compute"] + parts[("tensor",)]["tensor"] - parts[()]["compute"] / 2
+    assert gained > 8 * 6 * hook
+
+
 def test_a_single_rank_has_no_communication():
     recipe = made(batch=2)
     parts = step_time(recipe, machine_of(recipe)).parts
@@ -248,7 +274,7 @@ def test_stragglers_grow_with_nodes():
 
 
 def test_accumulated_microbatches_are_reduced_once():
-    slow = {"network_gb_per_second": 0.5}
+    slow = {"network_gb_per_second": 0.5, "efficiencies": {"hook_seconds": 0.0}}
     once = made(shard=64, batch=64, microbatch=1, seq_len=128, reshard_after_forward="never", cluster=slow)
     four = made(shard=64, batch=256, microbatch=1, seq_len=128, reshard_after_forward="never", cluster=slow)
     parts = [step_time(recipe, machine_of(recipe)).parts["shard"] for recipe in (once, four)]

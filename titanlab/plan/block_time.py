@@ -113,6 +113,17 @@ def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
     return total
 
 
+# A kernel of compiled code needs this share of the host's time of an eager one, because no operator is dispatched and
+# no autograd node is made: about 4 µs for a launch by inductor's wrapper. An assumption, not a measurement.
+_COMPILED_HOST = 0.2
+
+
+def host_seconds(kernels: Sequence[KernelGroup], machine: Machine, *, compiled: bool) -> float:
+    """Time of the host to start kernels."""
+    share = _COMPILED_HOST if compiled else 1.0
+    return share * machine.efficiencies.host_seconds * sum(group.launches for group in kernels)
+
+
 def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork[list[KernelGroup]]]:
     """The kernels of operations that follow each other."""
     share, width = part.share, part.share.element_bytes
@@ -234,6 +245,7 @@ class PieceTime(NamedTuple):
             weights, and of recomputation.
         tensor_forward, tensor_backward: exposed communication of tensor and expert parallelism.
         context_forward, context_backward: exposed communication of context parallelism.
+        host_forward, host_backward: of the host, without the hooks of FSDP2; the times above are not shorter.
     """
 
     forward: float
@@ -244,6 +256,8 @@ class PieceTime(NamedTuple):
     tensor_backward: float = 0.0
     context_forward: float = 0.0
     context_backward: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
 
     @property
     def ahead(self) -> float:
@@ -320,18 +334,25 @@ class _Shaped:
         )
         self.operations = block_operations(model, recipe.microbatch, recipe.training.seq_len)
         self.times = self._times(self.operations, self.part)
+        compiled = recipe.compile.blocks
+        self.host = {
+            name: tuple(host_seconds(kernels, machine, compiled=compiled) for kernels in passes)
+            for name, _, *passes in work_of(self.operations, self.part)
+        }
         attention = [time for time in self.times if time.kind == "attention"]
         self.ring = sum(time.forward for time in attention), sum(time.inputs for time in attention)
         self.context, block = self._context(), (self.facts.block,)
         self.exchange = self._seconds(add_exchange, "expert", self.step, block, only_forward=True)
         # Tensor parallelism: seconds by kind of collective, and once in a step.
         self.tensor: dict[str, float] = {}
+        self.collectives = 0
         if layout.tensor > 1:
             rows, axis = rows_of(add_tensor, self.step, block), axis_of(layout, "tensor", machine.per_node)
             if recipe.precision.gathers_activations:
                 gathered = {"all_gather": self.step.element_bytes(self.facts.block)}
                 rows = [replace(row, wire_bytes=row.wire_bytes // gathered.get(row.kind, 1)) for row in rows]
             self.tensor = {row.kind: seconds_of([row], axis, machine) for row in rows}
+            self.collectives = sum(row.count for row in rows)
         self.once = self._seconds(sum_whole_gradients, "tensor", self.step, Coordinate(), block)
         edges = edge_operations(model, recipe.microbatch, recipe.training.seq_len)
         last = self.facts.after[-1] if self.facts.after else edges[-1].name
@@ -366,9 +387,28 @@ class _Shaped:
         # The rows of experts are needed at once, so no computation hides their transfer.
         tensor_forward += self.exchange
         tensor_backward += self.exchange * (2 if ac.repeats_collective(EXCHANGE, number=number) else 1)
+        ahead, back = self._host(recomputed)
+        forward += max(0.0, ahead - forward - tensor_forward - context_forward)
+        inputs += max(0.0, back - inputs - weights - repeated - tensor_backward - context_backward)
         return PieceTime(
-            forward, inputs, weights, repeated, tensor_forward, tensor_backward, context_forward, context_backward
+            *(forward, inputs, weights, repeated, tensor_forward, tensor_backward, context_forward, context_backward),
+            *(ahead, back),
         )
+
+    def _host(self, recomputed: frozenset[str]) -> tuple[float, float]:
+        """Time of the host for the forward and the backward pass of a block.
+
+        The host sends work ahead of the device, so that a pass takes as long as the slower of both.
+        """
+        if self.recipe.compile.records_graphs:
+            return 0.0, 0.0
+        ahead, back, weights = (sum(column) for column in zip(*self.host.values(), strict=True))
+        repeated = sum(self.host[name][0] for name in recomputed)
+        hook, hops = self.machine.efficiencies.hook_seconds, self.layout.context - 1
+        # A hop of a ring exchanges keys and values; in the backward pass also their gradients.
+        ahead += hook * (self.collectives / 2 + hops)
+        back += weights + repeated + hook * (self.collectives / 2 + 2 * hops)
+        return ahead, back
 
     def _edge(self, operation: Operation, *, last: bool) -> PieceTime:
         """A piece before or after the blocks; the last one computes the loss too."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from titanlab.costs import AXES
 from titanlab.errors import ConfigError
-from titanlab.plan.machine import FORWARD, LIMITS, AxisPlacement, Efficiencies, Machine, machine_of
+from titanlab.plan.machine import FORWARD, HOST, LIMITS, AxisPlacement, Efficiencies, Machine, machine_of
 from titanlab.plan.memory import exchanged_bytes, most_memory, reserved_bytes
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
@@ -314,7 +314,8 @@ def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
     def errors(values: Efficiencies) -> list[float]:
         return _errors(runs, dataclasses.replace(machine, efficiencies=values))
 
-    shares = dataclasses.asdict(fit(errors, machine.efficiencies, list(LIMITS)))
+    names = [name for name in LIMITS if not (is_cpu and name in HOST)]
+    shares = dataclasses.asdict(fit(errors, machine.efficiencies, names))
     if not is_cpu:
         return dataclasses.replace(cluster, efficiencies=shares)
     assert cluster.memory_gb_per_second is not None
@@ -391,7 +392,7 @@ _HELD = 1e-3
 _ITERATIONS = 40
 _SMALL = 1e-4
 # Parameters whose limits are orders of magnitude apart: their coordinate is the logarithm.
-_LOGARITHMIC = ("launch_seconds", "latency")
+_LOGARITHMIC = ("launch_seconds", "latency", *HOST)
 _FLOOR = 1e-8  # seconds; its logarithm exists
 
 

@@ -41,6 +41,9 @@ class Efficiencies:
         stragglers: additional time for each doubling of the number of nodes, as a share of the step.
         latency: fixed time of a collective and of the hops of its ring, as a multiple of the machine's.
         launch_seconds: time between the end of a kernel and the full speed of the next one.
+        host_seconds: of the host, to start one kernel in eager mode.
+        hook_seconds: of the host, for one collective of FSDP2 or of tensor parallelism: its hooks, and the dispatch of
+            DTensor or of the autograd function around it.
     """
 
     product: float = _within(0.9)
@@ -54,6 +57,8 @@ class Efficiencies:
     stragglers: float = _within(0.005, least=0.0, most=0.2)
     latency: float = _within(1.0, most=1000.0)
     launch_seconds: float = _within(5e-6, least=0.0, most=1e-2)
+    host_seconds: float = _within(20e-6, least=0.0, most=1e-2)
+    hook_seconds: float = _within(300e-6, least=0.0, most=1e-1)
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
@@ -67,6 +72,10 @@ class Efficiencies:
 LIMITS: Mapping[str, tuple[float, float]] = {
     each.name: each.metadata["limits"] for each in dataclasses.fields(Efficiencies)
 }
+
+
+# Seconds of the host.
+HOST = ("host_seconds", "hook_seconds")
 
 
 def changed(base: Efficiencies, values: Mapping[str, Any]) -> Efficiencies:
@@ -262,6 +271,8 @@ def machine_of(recipe: Recipe) -> Machine:
     memory = cluster.memory_gb or device.memory_gb
     link = cluster.link_gb_per_second or device.link_gb_per_second
     network = cluster.network_gb_per_second or (link if is_cpu else None) or _NETWORK
+    # A CPU is its own host: the rates of its operators have the calls in them.
+    shares = changed(fitted(), dict.fromkeys(HOST, 0.0)) if is_cpu else fitted()
     capability = None if is_cpu else hardware.compute_capability(device.words)
     if is_cpu:
         attention = dict.fromkeys((FORWARD, BACKWARD), peaks["float32"])
@@ -292,7 +303,7 @@ def machine_of(recipe: Recipe) -> Machine:
         link_bytes_per_second=(link or network) * 1e9,
         network_bytes_per_second=network * 1e9,
         **seconds,
-        efficiencies=changed(fitted(), cluster.efficiencies),
+        efficiencies=changed(shares, cluster.efficiencies),
         allocator_excess=cluster.allocator_excess or (1.0 if is_cpu else allocator_excess()),
         message_excess=cluster.message_excess or 0.0,
         process_bytes=(cluster.process_gb or (_CPU_PROCESS if is_cpu else 0.0)) * 1e9,

@@ -144,6 +144,13 @@ def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts:
     ahead, back = stage.own.ahead / max(1, blocks), stage.own.back / max(1, blocks)
     freed, kept = freed_and_kept(blocks, reshards=recipe.parallelism.frees_after_forward)
     gather, reduce = block.gather, block.scatter + block.replicas
+    # FSDP2's hooks: a gather in the forward pass, a gather and a reduction in the backward pass. The device waits for
+    # those for which the host has no time while the device computes.
+    hook, own = machine.efficiencies.hook_seconds, stage.own
+    late = max(0.0, blocks * hook - own.ahead + own.host_forward) + max(
+        0.0, 2 * blocks * hook - own.back + own.host_backward
+    )
+    parts["shard"] += microbatches * late
     ahead_exposed, back_exposed = exposed(ahead, gather, machine), exposed(back, gather, machine)
     # The next forward hides a gather, and the backward hides the gather of the block before and the reduction of the
     # block after. Reductions run in the backward of the last microbatch only.
