@@ -227,7 +227,57 @@ def test_a_single_rank_has_no_communication():
     assert parts["optimizer"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_ring_shows_only_what_attention_does_not_hide():
+def test_merges_of_a_ring_take_time(monkeypatch):
+    """By hand: bytes of the last rank of eight for one block, in eager mode."""
+    recipe = made(context=8, batch=1, seq_len=8192)
+    machine = machine_of(recipe)
+    eager = machine.memory_bytes_per_second * machine.efficiencies.eager_memory
+    queries, keys = 1024 * 4096, 2 * 1024 * 1024
+    forward = queries * (12 + 18 * 7.5) / eager + 8 * 7.5 * machine.efficiencies.launch_seconds
+    back = (queries * (12 + 10 * 7.5) + keys * 18 * 7.5) / eager + 10 * 7.5 * machine.efficiencies.launch_seconds
+    whole = model_time(recipe, machine).whole
+    for constant in (
+        "_RING_ENDS",
+        "_MERGE",
+        "_MERGE_QUERIES",
+        "_MERGE_KEYS",
+        "_MERGE_KERNELS",
+        "_MERGE_BACKWARD_KERNELS",
+    ):
+        monkeypatch.setattr(block_time, constant, 0)
+    free = model_time(recipe, machine_of(recipe)).whole
+    assert whole.context_forward - free.context_forward == pytest.approx(32 * forward)
+    assert whole.context_backward - free.context_backward == pytest.approx(32 * back)
+
+
+def test_short_chunks_leave_multiprocessors_idle():
+    """Tiles of 128 rows of 32 heads, on 132 multiprocessors."""
+    (inner,) = (each for each in LLAMA_8B.block_operations(batch=1, seq_len=8192) if each.kind == "attention")
+    flops = {}
+    for ranks in (1, 4, 8, 16, 64):
+        part = RankWork(
+            share=Share(element_bytes=2, context=ranks), dtype="bfloat16", attention="cudnn", fused=False,
+            plan=model_facts(LLAMA_8B).account.plan, prefix="layers.0.", products={},
+        )  # fmt: skip
+        (work,) = work_of([inner], part)
+        flops[ranks] = work.forward[0].flops * ranks
+    whole = flops[1]
+    assert flops[4] == whole
+    assert flops[8] == pytest.approx(whole * 132 / 128)
+    assert flops[16] == pytest.approx(whole * 132 / 64)
+    assert flops[64] == pytest.approx(2 * whole * 132 / 32)
+
+
+def test_a_ring_shows_only_what_attention_does_not_hide(monkeypatch):
+    for constant in (
+        "_RING_ENDS",
+        "_MERGE",
+        "_MERGE_QUERIES",
+        "_MERGE_KEYS",
+        "_MERGE_KERNELS",
+        "_MERGE_BACKWARD_KERNELS",
+    ):
+        monkeypatch.setattr(block_time, constant, 0)
     short = made(context=8, batch=1, seq_len=8192, cluster={"link_gb_per_second": 20})
     long = made(context=8, batch=1, seq_len=8192 * 64, cluster={"link_gb_per_second": 20})
     assert step_time(short, machine_of(short)).parts["context"] > 0

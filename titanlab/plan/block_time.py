@@ -38,6 +38,16 @@ from titanlab.techniques.precision.contract import ProductFormat
 _TILE = 128
 # The backward pass of fused attention has five products, the forward pass two (arXiv 2307.08691, section 2.3).
 _ATTENTION_BACKWARD = 2.5
+# What `titanlab.parallelism.context` moves beside its kernels, for each element of what the rank has of an attention's
+# output, of its keys or of its values. Forward: copies to float32 and back at the ends, and for a hop the copy of the
+# partial output in float32 (read 2, write 4) and its merge (read 8, write 4).
+_RING_ENDS, _MERGE, _MERGE_KERNELS = 12, 18, 8
+# Backward: for a hop the addition to the queries' gradient in float32; for keys and values each zeros, the addition of
+# the kernel's gradients to them, and that of the gradients of other ranks in float32.
+_MERGE_QUERIES, _MERGE_KEYS, _MERGE_BACKWARD_KERNELS = 10, 18, 10
+# Rows of queries that one multiprocessor computes at once, and multiprocessors of a device: 108 of an A100, 132 of an
+# H100, 148 of a B200. Fewer tiles of rows leave some of them idle.
+_QUERY_TILE, _MULTIPROCESSORS = 128, 132
 # Kernels read the gradient and the saved inputs, and write a gradient: twice the forward pass.
 _POINTWISE_BACKWARD = 2.0
 
@@ -138,6 +148,13 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
             cast.add(source)
         elif operation.kind == "attention":
             flops = operation.flops / 2 / (share.tensor * share.context)  # causal: half of the square
+            if share.context > 1:
+                # Kernels compute a rectangle of chunks at a time.
+                batch, heads, seq_len, _ = operation.output
+                chunk = seq_len / (2 * share.context)
+                tiles = math.ceil(chunk / _QUERY_TILE)
+                busy = min(1.0, batch * heads / share.tensor * tiles / _MULTIPROCESSORS)
+                flops *= tiles * _QUERY_TILE / chunk / busy
             moved = 4 * elements * width / (share.tensor * share.context)
             ahead, back = (f"{part.attention} {direction}" for direction in (FORWARD, BACKWARD))
             backward = KernelGroup(_ATTENTION_BACKWARD * flops, back, 2 * moved, 3, True)
@@ -405,6 +422,9 @@ class _Shaped:
         ahead, back, weights = (sum(column) for column in zip(*self.host.values(), strict=True))
         repeated = sum(self.host[name][0] for name in recomputed)
         hook, hops = self.machine.efficiencies.hook_seconds, self.layout.context - 1
+        kernel = self.machine.efficiencies.host_seconds
+        ahead += kernel * _MERGE_KERNELS * hops
+        back += kernel * _MERGE_BACKWARD_KERNELS * hops
         # A hop of a ring exchanges keys and values; in the backward pass also their gradients.
         ahead += hook * (self.collectives / 2 + hops)
         back += weights + repeated + hook * (self.collectives / 2 + 2 * hops)
@@ -448,14 +468,39 @@ class _Shaped:
         return half, half + again / (gathers + sums)
 
     def _context(self) -> tuple[float, float]:
-        """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is never hidden."""
+        """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is never hidden; and
+        the merges of partial results.
+        """
         sent = self._seconds(add_context, "context", self.step, Coordinate(), (self.facts.block,))
         if self.recipe.parallelism.context_method != "ring":
-            return sent / 3, sent * 2 / 3
+            forward, back = self._merges()
+            return sent / 3 + forward, sent * 2 / 3 + back
         # One of three transfers is in the forward pass; the backward sends keys, values and their gradients.
         ranks = self.layout.context
         hidden, (attention, backward) = (ranks - 1) / ranks, self.ring
-        return max(0.0, sent / 3 - attention * hidden), max(0.0, sent * 2 / 3 - backward * hidden)
+        forward, back = self._merges()
+        return max(0.0, sent / 3 - attention * hidden) + forward, max(0.0, sent * 2 / 3 - backward * hidden) + back
+
+    def _merges(self) -> tuple[float, float]:
+        """Seconds to merge the partial results of context parallelism, forward and backward, on the last rank.
+
+        The last rank merges all of its rows for each other rank; its own head counts as half a hop.
+        """
+        share, ranks, account = self.part.share, self.layout.context, self.step.account
+        if ranks == 1:
+            return 0.0, 0.0
+        gathers = self.recipe.parallelism.context_method != "ring"
+        hops = 0.5 + (1 if gathers else ranks - 1)
+        rows = self.step.tokens / share.tensor * account.head_dim
+        queries, keys = rows * account.heads, 2 * rows * account.kv_heads
+        forward = queries * (_RING_ENDS + _MERGE * hops)
+        # Keys of all other ranks get gradients, by hops or at once; a gather also copies them in order and back.
+        copies = 4 * keys * (ranks - 1) if gathers else 0
+        back = queries * (_RING_ENDS + _MERGE_QUERIES * hops) + keys * _MERGE_KEYS * (ranks - 0.5) + copies
+        return (
+            kernel_seconds([KernelGroup(0.0, "", forward + copies, _MERGE_KERNELS * hops, False)], self.machine),
+            kernel_seconds([KernelGroup(0.0, "", back, _MERGE_BACKWARD_KERNELS * hops, False)], self.machine),
+        )
 
 
 def exposed(compute: float, exchange: float, machine: Machine) -> float:

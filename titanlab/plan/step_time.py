@@ -34,7 +34,8 @@ class StepTime:
 
     Attributes:
         parts: seconds by cause; their sum is `seconds`. `compute`; `replicate`, `shard`, `context`, `tensor`,
-            `pipeline`: communication of an axis that no computation hides; `bubble`; `optimizer`; `stragglers`.
+            `pipeline`: communication of an axis that no computation hides, with what its code moves and the host's
+            time for it; `bubble`; `optimizer`; `stragglers`.
         mfu: model FLOPs utilisation, by `titanlab.costs.training_flops_per_token` and the peak in the precision of the
             activations, from 0 to 1; nan if the device has no such peak.
     """
