@@ -70,7 +70,7 @@ def least_memory(recipe: Recipe, schedules: Sequence[Choice]) -> float:
     if accumulates and (layout.context > 1 or formats.mixed):
         needed += whole.unreduced + (whole.gathered if parallelism.reshard_after_forward == "never" else 0)
     shape = (model, share_of(recipe), recipe.microbatch, recipe.training.seq_len)
-    saved = float(saved_bytes(recipe.ac, *shape))
+    saved = float(saved_bytes(recipe.ac, *shape, compiled=recipe.compile.fuses_blocks))
     if layout.pipeline > 1:
         deferred = model_facts(model).account.layers * deferred_bytes(*shape)[""]
         configs = tuple(schedule.value for schedule in schedules)
