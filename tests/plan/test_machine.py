@@ -143,7 +143,8 @@ def test_efficiencies_of_a_cluster_replace_the_fitted_ones():
 def test_the_file_says_how_the_values_were_found():
     facts = json.loads(FILE.read_text())
     assert set(facts) == {
-        "date", "runs", "median_error", "cross_validated_median_error", "allocator_excess", "efficiencies",
+        "date", "runs", "median_error", "cross_validated_median_error", "allocator_excess", "memory_error",
+        "efficiencies",
     }  # fmt: skip
     assert set(facts["efficiencies"]) == set(LIMITS)
     assert 1 <= allocator_excess() < 1.5

@@ -101,6 +101,12 @@ def allocator_excess() -> float:
     return float(json.loads(FILE.read_text())["allocator_excess"])
 
 
+@functools.cache
+def memory_error() -> float:
+    """Median error of estimated memory, as a share of what published runs reserved, cross-validated."""
+    return float(json.loads(FILE.read_text())["memory_error"])
+
+
 # Share of the peak that a product reaches, for devices without a measured rate: the share of an H200.
 _ATTAINABLE = 0.681
 _NOT_MEASURED = "no rate of {device} was measured: products are taken to reach {share:.0%} of its peak, as on an H200"

@@ -97,6 +97,18 @@ def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches
 _BUBBLE_SHARE = 0.8
 
 
+# Recipes whose times differ by less than this share are alike: the planner's median error is larger
+# (docs/planner-accuracy.md).
+NEAR = 0.03
+# Number of recipes after those of the answer among which one with fewer axes is looked for.
+_LOOKED = 100
+
+
+def axes_of(layout: Layout) -> int:
+    """Number of axes along which a layout is parallel; experts count as one."""
+    return sum(degree > 1 for degree in (*layout.degrees().values(), layout.expert))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
     """One recipe with its estimates: the time of a step, and memory of the rank that needs most, which it reserves."""
@@ -128,7 +140,20 @@ class RecipeRanking:
     refused: Counter[str] = field(default_factory=Counter)
 
     def best(self, count: int) -> list[Ranked]:
-        return list(itertools.islice(self._in_order(), count))
+        """The fastest recipes in order; but the first has the fewest axes of those that are as fast as far as estimates
+        can tell, which are within `NEAR` of the fastest.
+        """
+        found: list[Ranked] = []
+        for ranked in itertools.islice(self._in_order(), count + _LOOKED):
+            if ranked.time.seconds > (1 + NEAR) * (found or [ranked])[0].time.seconds and len(found) >= count:
+                break
+            found.append(ranked)
+        if not found:
+            return []
+        near = [each for each in found if each.time.seconds <= (1 + NEAR) * found[0].time.seconds]
+        # Sorting is stable: of as many axes the fastest is first.
+        first = min(near, key=lambda ranked: axes_of(ranked.recipe.layout))
+        return [first, *(ranked for ranked in found if ranked is not first)][:count]
 
     def estimate(self, point: SpacePoint) -> Ranked | None:
         """The estimates of one recipe; None: it does not fit."""
