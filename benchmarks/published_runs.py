@@ -239,8 +239,8 @@ def _of_share(share: float) -> ACConfig:
 
 
 def _compile(row: Row) -> Compile:
-    # The tables of Megatron have no compiler; their kernels are fused by hand.
-    compiles = row["compile"] == "Y" or not _fsdp(row)
+    # Megatron-Core of 2025 has kernels that are fused by hand; Megatron of the other tables runs in eager mode.
+    compiles = row["compile"] == "Y" or "dgxc" in row["source"]
     return Compile(blocks=compiles, loss=compiles and "202412" not in row["source"])
 
 

@@ -26,6 +26,7 @@ from titanlab.plan.step_time import freed_and_kept, sharding_of, step_time
 from titanlab.recipe import repeats_in_block, step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model.llama_schema import Llama, Qwen3Moe
+from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B, OneFOneB
 
@@ -214,6 +215,38 @@ def test_hooks_of_fsdp_and_of_tensor_parallelism_take_time_of_the_host():
     assert parts[("shard",)]["shard"] >= 3 * 6 * hook
     gained = parts[("tensor",)]["compute"] + parts[("tensor",)]["tensor"] - parts[()]["compute"] / 2
     assert gained > 8 * 6 * hook
+
+
+def test_gradients_of_further_microbatches_are_added():
+    """In bfloat16 to those in float32 of all parameters: read 2, read 4 and write 4."""
+    parts = {}
+    for precision in (Bf16(), Fp32()):
+        for batch in (1, 2):
+            recipe = made(batch=batch, microbatch=1, precision=precision, reshard_after_forward="never")
+            parts[precision.kind, batch] = step_time(recipe, machine_of(recipe)).parts["compute"]
+    machine = machine_of(made())
+    eager = machine.memory_bytes_per_second * machine.efficiencies.eager_memory
+    count = LLAMA_8B.account().parameter_count
+    recipe = made(batch=1, microbatch=1, precision=Fp32())
+    once = model_time(recipe, machine_of(recipe)).whole.compute
+    assert parts["fp32", 2] - 2 * once == pytest.approx(12 * count / eager, rel=1e-3)
+    recipe = made(batch=1, microbatch=1)
+    once = model_time(recipe, machine_of(recipe)).whole.compute
+    assert parts["bf16", 2] - parts["bf16", 1] - once == pytest.approx(10 * count / eager, rel=1e-3)
+
+
+def test_all_ranks_of_expert_parallelism_wait_for_the_busiest():
+    experts = Qwen3Moe(
+        dim=512, layers=4, heads=8, kv_heads=4, ffn_dim=256, vocab_size=2048, experts=16, active_experts=2,
+        balance="auxiliary_batch",
+    )  # fmt: skip
+    times = {}
+    for balance in ("bias", "auxiliary_batch"):
+        recipe = made(model=dataclasses.replace(experts, balance=balance), shard=8, expert=8, batch=64)
+        times[balance] = step_time(recipe, machine_of(recipe)).parts["tensor"]
+    # Two experts on a rank.
+    ratio = (1 + 0.72 / math.sqrt(2)) / (1 + 0.04 / math.sqrt(2))
+    assert times["auxiliary_batch"] / times["bias"] == pytest.approx(ratio)
 
 
 def test_a_single_rank_has_no_communication():

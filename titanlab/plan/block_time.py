@@ -17,6 +17,7 @@ from titanlab.costs import (
     Coordinate,
     Layout,
     Operation,
+    RoutedExperts,
     Share,
     TensorPlan,
     Traffic,
@@ -97,6 +98,7 @@ class RankWork:
         products: by path, products in another format.
         cast_weights: names of weights that arrive in float8, from FSDP2's gather.
         casts_part: whether activations are cast before tensor parallelism gathers them.
+        imbalance: rows of the busiest rank of expert parallelism, as a multiple of the mean.
     """
 
     share: Share
@@ -108,6 +110,23 @@ class RankWork:
     products: Mapping[str, ProductFormat]
     cast_weights: frozenset[str] = frozenset()
     casts_part: bool = False
+    imbalance: float = 1.0
+
+
+# Load of the busiest expert beyond the mean, as a share of it, by the balance of loads: with a bias 0.04, with an
+# auxiliary loss 0.72 (arXiv 2408.15664, table 2, 1B). Without a balance it is at least as large as with a loss.
+_VIOLATIONS = {"bias": 0.04}
+_VIOLATION = 0.72
+
+
+def imbalance_of(experts: RoutedExperts | None, degree: int) -> float:
+    """Rows of the busiest of the ranks that share the experts, as a multiple of the mean.
+
+    The loads of the experts of one rank are taken as independent: their mean has a smaller deviation.
+    """
+    if experts is None or degree == 1:
+        return 1.0
+    return 1 + _VIOLATIONS.get(experts.balance, _VIOLATION) / math.sqrt(experts.count / degree)
 
 
 def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
@@ -196,8 +215,8 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
     )
     groups = operation.groups
     if share.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
-        # Each rank has some of the experts; with a balanced load it gets as many rows as it sends.
-        rows, groups, dim = rows / share.tensor, max(1, groups // share.expert), None
+        # Each rank has some of the experts; all ranks wait for the one that gets the most rows.
+        rows, groups, dim = rows / share.tensor * part.imbalance, max(1, groups // share.expert), None
     if dim == 0:
         columns = -(-columns // share.tensor)
     elif dim == 1:
@@ -348,6 +367,7 @@ class _Shaped:
             products=recipe.precision.products(self.facts.sample),
             cast_weights=frozenset(self.step.float8_gathered),
             casts_part=recipe.precision.gathers_activations,
+            imbalance=imbalance_of(self.facts.account.experts, layout.expert),
         )
         self.operations = block_operations(model, recipe.microbatch, recipe.training.seq_len)
         self.times = self._times(self.operations, self.part)
@@ -360,6 +380,7 @@ class _Shaped:
         self.ring = sum(time.forward for time in attention), sum(time.inputs for time in attention)
         self.context, block = self._context(), (self.facts.block,)
         self.exchange = self._seconds(add_exchange, "expert", self.step, block, only_forward=True)
+        self.exchange *= self.part.imbalance
         # Tensor parallelism: seconds by kind of collective, and once in a step.
         self.tensor: dict[str, float] = {}
         self.collectives = 0

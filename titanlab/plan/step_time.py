@@ -58,7 +58,6 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
     """
     formats, fsdp = recipe.precision.formats(), _is_fsdp(recipe)
     parts, busiest = _blocks(recipe, machine, pipeline)
-    _add_data_parallel(recipe, machine, busiest, parts)
     # The optimizer reads and writes parameters, gradients (which have the size of the parameters) and states.
     pieces = stored_pieces(
         *(recipe.model, recipe.precision, recipe.optimizer, recipe.layout.tensor),
@@ -66,6 +65,7 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
     )
     block, others = pieces[model_facts(recipe.model).block], [pieces[name] for name in busiest.edges]
     parameters = busiest.blocks * block.parameters + sum(piece.parameters for piece in others)
+    _add_data_parallel(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)
     moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
     world = axis_of(recipe.layout, "world", machine.per_node)
@@ -126,11 +126,18 @@ def _blocks(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) -> tup
     return parts, busiest
 
 
-def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts: dict[str, float]) -> None:
-    """Add the exposed time to sum gradients and gather parameters."""
+def _add_data_parallel(
+    recipe: Recipe, machine: Machine, stage: RankTime, parameters: int, parts: dict[str, float]
+) -> None:
+    """Add the time to add gradients of microbatches, and the exposed time to sum them and to gather parameters.
+
+    Args:
+        parameters: bytes of the rank's stored parameters.
+    """
     layout, formats, blocks = recipe.layout, recipe.precision.formats(), stage.blocks
     facts, microbatches = model_facts(recipe.model), recipe.microbatches
     if not _is_fsdp(recipe):
+        parts["compute"] += (microbatches - 1) * parameters * 3 / _eager(machine)
         if layout.replicate > 1:
             # Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed.
             axis = axis_of(layout, "replicate", machine.per_node)
@@ -162,6 +169,9 @@ def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts:
     share = block.replicas / (gather * (1 + (freed > 0)) + reduce) if reduce else 0.0
     parts["replicate"] += share * hidden + block.replicas + edges.replicas
     parts["shard"] += (1 - share) * hidden + edges.gather + gather + block.scatter + edges.scatter
+    # The gradients of each further microbatch are added to those of the whole model, in the format of the sums.
+    added = formats.compute_bytes + 2 * formats.reduce_bytes
+    parts["compute"] += (microbatches - 1) * (blocks * block.elements + edges.elements) * added / _eager(machine)
     if layout.fsdp == 1 and not formats.mixed:
         return
     # Casts and copies around collectives.
@@ -175,6 +185,11 @@ def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts:
     gather_block, gather_edges = ((2 * unit.gathered_bytes + unit.elements * cast) / rate for unit in (block, edges))
     reduce_block, reduce_edges = (unit.elements * reduced / rate for unit in (block, edges))
     parts["compute"] += gathers * gather_block + blocks * reduce_block + (gather_edges + reduce_edges)
+
+
+def _eager(machine: Machine) -> float:
+    """Bytes per second of separate kernels."""
+    return machine.memory_bytes_per_second * machine.efficiencies.eager_memory
 
 
 def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
