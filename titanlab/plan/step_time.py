@@ -179,8 +179,8 @@ def _add_data_parallel(
     rate = machine.memory_bytes_per_second * machine.efficiencies.fused_memory
     # A cast to float8 multiplies by the scale and clamps first, in kernels of their own.
     gathers_float8 = recipe.precision.float8_gathered(facts.sample)
-    cast = 5 * formats.master_bytes + 1 if gathers_float8 else formats.master_bytes + formats.compute_bytes
-    cast /= layout.fsdp
+    moved = 5 * formats.master_bytes + 1 if gathers_float8 else formats.master_bytes + formats.compute_bytes
+    cast = moved / layout.fsdp
     reduced = formats.compute_bytes + formats.reduce_bytes
     gather_block, gather_edges = ((2 * unit.gathered_bytes + unit.elements * cast) / rate for unit in (block, edges))
     reduce_block, reduce_edges = (unit.elements * reduced / rate for unit in (block, edges))
