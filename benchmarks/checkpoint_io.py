@@ -32,7 +32,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlab.checkpoint import SavedPosition
 from titanlab.checkpoint.index import IndexedFile, IndexEntry, index_bytes, read_index
-from titanlab.checkpoint.reader import JsonPlanner, ShardReader
+from titanlab.checkpoint.reader import ShardReader
 from titanlab.checkpoint.storage import sync_folder
 from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.distributed import World
@@ -140,7 +140,7 @@ def _write(state: dict[str, Any], folder: Path, rank: int) -> None:
 
 def _load(state: dict[str, Any], folder: Path) -> None:
     reader = ShardReader(folder, read_index(folder), "run")
-    dcp.load(state, storage_reader=reader, planner=JsonPlanner())
+    dcp.load(state, storage_reader=reader, planner=reader.planner())
 
 
 def _read(folder: Path, rank: int, target: bytearray) -> None:

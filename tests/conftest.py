@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,29 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         workers.close()
         if not request.session.testsfailed:
             compiler_cache.publish(folder)
+
+
+@pytest.fixture(scope="session")
+def traces(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """The trace of a recipe by its keys (`tests.tiny.recipe`), as rank 0 has it; one process is trained once."""
+    from tests import tiny
+
+    known: dict[str, Any] = {}
+
+    def train(**keys: Any) -> Any:
+        key = repr(sorted(keys.items()))
+        if key not in known:
+            made = tiny.recipe(tmp_path_factory.mktemp("run"), **keys)
+            # Inductor has a C++ compiler at work.
+            every = pool.run(made.world, tiny.traced, made, tiny.begin(made), limit_seconds=500)
+            # What all ranks are told is the same to the last bit.
+            assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
+            if made.world > 1:
+                return every[0]
+            known[key] = every[0]
+        return known[key]
+
+    return train
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

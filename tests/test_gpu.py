@@ -2,7 +2,6 @@
 
 import importlib.util
 import math
-import os
 import statistics
 from dataclasses import replace
 
@@ -16,10 +15,9 @@ from tests.model.test_documents import CASES, apart, computed, inputs, largest_e
 from titanlab.checkpoint.schema import AsyncPinned, Sync
 from titanlab.costs import meter, order
 from titanlab.data import Synthetic
-from titanlab.distributed import joined
 from titanlab.parallelism import attention_kernels
 from titanlab.parallelism.context import ContextAttention
-from titanlab.prove import Tracer, parity
+from titanlab.prove import Tracer
 from titanlab.prove.parity import compare
 from titanlab.recipe import Cluster
 from titanlab.records import OutcomeKind
@@ -247,10 +245,6 @@ def test_one_gpu_trains_in_bf16_as_a_cpu_does(tmp_path, attention, masks):
     assert losses[1] == pytest.approx(losses[0], rel=2**-7)
 
 
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ))
-
-
 SYMMETRIC = {
     "AsyncTP, compiled": ({"tensor": 2, "blocks": True}, {"async_tensor": True}),
     "FSDP2": ({"shard": 2}, {"symmetric_memory": True}),
@@ -269,7 +263,7 @@ def test_symmetric_memory_changes_no_gradient(pool, tmp_path, row):
         made = tiny.recipe(tmp_path, name=f"run-{len(traces)}", steps=4, at_end=False, **layout)
         # `tiny` makes recipes for a CPU, whose rules refuse these options.
         made = replace(made, parallelism=replace(made.parallelism, **options), cluster=GPU)
-        traces.append(pool.run(world, traced, made, tiny.begin(made), limit_seconds=300.0)[0])
+        traces.append(pool.run(world, tiny.traced, made, tiny.begin(made), limit_seconds=300.0)[0])
     # fp32, in another order of sums.
     assert compare(*traces).largest < 1e-4
 

@@ -73,7 +73,7 @@ def test_an_exception_comes_with_its_rank_and_traceback_and_the_pool_goes_on(poo
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"(?s)\Arank 1 of 2: Traceback.*in rank_one_raises.*a message to find"):
         pool.run(2, rank_one_raises)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
     assert pool.run(2, sum_of_ranks) == [1.0] * 2
 
 

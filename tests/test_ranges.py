@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.refusals import refusal
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.ranges import MOST, MOST_SECONDS, check_whole, ranged, shown_digits
@@ -100,9 +101,7 @@ class Part:
     ],
 )
 def test_what_is_out_of_range_is_one_line(given, line):
-    with pytest.raises(ConfigError) as refused:
-        Part(**given)
-    assert str(refused.value) == line
+    assert refusal(Part, **given) == line
 
 
 def test_what_is_in_range_is_taken():

@@ -15,6 +15,7 @@ from titanlab.data import Synthetic
 from titanlab.distributed import ALONE, joined
 from titanlab.launch.launchers_schema import Local
 from titanlab.parallelism import Parallelism
+from titanlab.prove import parity
 from titanlab.recipe import Cluster, Recipe, Training, check, resolve, to_mapping
 from titanlab.records import RunFolder, create_run, identify
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
@@ -93,6 +94,11 @@ def begin(made: Recipe, run: RunFolder | None = None) -> RunFolder:
 def as_rank(made: Recipe, run: RunFolder, observer: story.Observer | None = None):
     """Train as the rank that the pool has made this worker."""
     return story.train(made, run, joined(os.environ) or ALONE, observer=observer)
+
+
+def traced(made: Recipe, run: RunFolder):
+    """Train as the rank that the pool has made this worker; every rank returns the full trace."""
+    return parity.trace(made, run, joined(os.environ) or ALONE)
 
 
 def changed(made: Recipe, **given) -> Recipe:

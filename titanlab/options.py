@@ -29,6 +29,8 @@ from titanlab.errors import ConfigError
 from titanlab.ranges import ranged
 
 T = TypeVar("T", bound=type)
+# Metadata of a field whose effect on the time of a step nobody has measured: the planner says so.
+NOT_PRICED = {"not_priced": True}
 # Joins the names of options to the name of their combination, `wandb+tensorboard`.
 PLUS = "+"
 # OmegaConf's sign for a missing value; importing OmegaConf takes time.

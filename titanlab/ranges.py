@@ -26,9 +26,9 @@ _DIGITS = 40  # most digits of a number in a message
 def ranged(prefix: str) -> Callable[[T], T]:
     """Class decorator: check the numbers of a config dataclass whenever an instance is made; lists become tuples.
 
-    Whole numbers: an absolute value of at most `MOST`, or the field's `metadata={"most": …}` (None: another rule
-    checks it), and at least its `metadata={"least": …}`, with the default as the cure. Floats: finite. Fields whose
-    names end in `_seconds`: at most `MOST_SECONDS`.
+    Whole numbers: an absolute value of at most `MOST`. Floats: finite. Fields whose names end in `_seconds`: at most
+    `MOST_SECONDS`. A field's metadata adds to this: `most` of a whole number (None: another rule checks it), `least`,
+    `positive` (True), `choices`, and the `cure` of these if it is not the default.
 
     Args:
         prefix: prefix of the keys in errors, such as `model.`; empty for the recipe's own keys.
@@ -41,11 +41,11 @@ def ranged(prefix: str) -> Callable[[T], T]:
         @functools.wraps(construct)
         def checked(self: Any, *positional: Any, **keywords: Any) -> None:
             # Sizes are checked before the schema's own rules, which compute with them.
-            for key, field, value in _numbers(fields, prefix, keywords.get):
+            for key, field, value in _scalars(fields, prefix, keywords.get):
                 _check_size(key, field, value)
             construct(self, *positional, **keywords)
             # Finiteness is checked after the schema's own rules, which give better advice.
-            for key, field, value in _numbers(fields, prefix, vars(self).get):
+            for key, field, value in _scalars(fields, prefix, vars(self).get):
                 if isinstance(value, float) and not math.isfinite(value):
                     raise ConfigError(key, value, "must be a finite number", f"try {_usual(field) or 1}")
             for field in fields:
@@ -59,20 +59,25 @@ def ranged(prefix: str) -> Callable[[T], T]:
     return decorate
 
 
-def _numbers(
+def _scalars(
     fields: Iterable[dataclasses.Field[Any]], prefix: str, value_of: Callable[[str], Any]
 ) -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Key, field and value of each number of a config, also of a nested one such as `optimizer.schedule`."""
+    """Key, field and value of each number and text of a config, also of a nested one such as `optimizer.schedule`."""
     for field in fields:
         key, value = prefix + field.name, value_of(field.name)
         # An option checks its own numbers.
         if dataclasses.is_dataclass(value) and not hasattr(value, "__titanlab_option__"):
-            yield from _numbers(dataclasses.fields(value), f"{key}.", vars(value).get)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield from _scalars(dataclasses.fields(value), f"{key}.", vars(value).get)
+        elif isinstance(value, int | float | str) and not isinstance(value, bool):
             yield key, field, value
 
 
-def _check_size(key: str, field: dataclasses.Field[Any], value: float) -> None:
+def _check_size(key: str, field: dataclasses.Field[Any], value: float | str) -> None:
+    if isinstance(value, str):
+        choices = field.metadata.get("choices")
+        if choices is not None and value not in choices:
+            raise ConfigError(key, value, "no such choice", f"choose one of {', '.join(choices)}")
+        return
     # The schema's own rules check infinity and NaN.
     if field.name.endswith("_seconds") and MOST_SECONDS < abs(value) < math.inf:
         shown = shown_digits(value) if isinstance(value, int) else value
@@ -81,9 +86,12 @@ def _check_size(key: str, field: dataclasses.Field[Any], value: float) -> None:
     # A whole number in a float field counts as a float.
     if isinstance(value, int) and most is not None and "float" not in str(field.type):
         check_whole(key, value, most, cure=f"try {_usual(field)}" if _usual(field) else "give a smaller number")
-    least = field.metadata.get("least")
-    if least is not None and value < least:
-        raise ConfigError(key, value, f"must be at least {least}", f"try {_usual(field)}")
+    least, cure = field.metadata.get("least"), field.metadata.get("cure", f"try {_usual(field)}")
+    # `not … >=`, because `nan < least` is False.
+    if least is not None and not value >= least:
+        raise ConfigError(key, value, "must not be negative" if least == 0 else f"must be at least {least}", cure)
+    if field.metadata.get("positive") and not 0 < value < math.inf:
+        raise ConfigError(key, value, "must be a positive number", cure)
 
 
 def _usual(field: dataclasses.Field[Any]) -> str:

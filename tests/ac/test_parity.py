@@ -8,17 +8,13 @@ before, too; the bar there is the project's for every policy, 1e-6, relative.
 from __future__ import annotations
 
 import math
-import os
 from itertools import product
 
 import pytest
 
-from tests import tiny
 from tests.cover import cover, marks
 from tests.prove.parity_rows import SCHEDULES
 from titanlab.costs import AXES
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, MemoryBudget, SelectiveLayer, SelectiveOp
 
@@ -49,28 +45,8 @@ LAYOUTS = {
 COMMON = {"layers": 4, "steps": 2, "global_batch": 8, "seq_len": 32, "eps": 1e-6, "at_end": False}
 
 
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
-@pytest.fixture(scope="module")
-def references(pool, tmp_path_factory):
-    """The trace of a layout without checkpointing; each trained once."""
-    known = {}
-
-    def reference(layout, **given):
-        key = (layout, *given.items())
-        if key not in known:
-            known[key] = train(pool, tmp_path_factory.mktemp("reference"), layout, **given)
-        return known[key]
-
-    return reference
-
-
-def train(pool, folder, layout, **given):
-    made = tiny.recipe(folder, **COMMON, **LAYOUTS[layout], **given)
-    # Inductor has a C++ compiler at work.
-    return pool.run(made.world, traced, made, tiny.begin(made), limit_seconds=500)[0]
+def keys_of(layout, **given):
+    return {**COMMON, **LAYOUTS[layout], **given}
 
 
 def rows(combinations, always):
@@ -103,8 +79,8 @@ ALWAYS = {
 
 
 @pytest.mark.parametrize(("layout", "policy"), rows(list(product(LAYOUTS, POLICIES)), ALWAYS))
-def test_nothing_changes_in_eager_mode(pool, references, tmp_path, layout, policy):
-    found = compare(references(layout), train(pool, tmp_path, layout, ac=POLICIES[policy]))
+def test_nothing_changes_in_eager_mode(traces, layout, policy):
+    found = compare(*(traces(**keys_of(layout, **given)) for given in ({}, {"ac": POLICIES[policy]})))
     assert found.largest == 0, found
 
 
@@ -123,18 +99,18 @@ EVERY_POLICY = ("one process", "fsdp, microbatches", "tensor", "1f1b")
         [("one process", "selective_op")],
     ),
 )
-def test_hardly_anything_changes_in_compiled_blocks(pool, references, tmp_path, layout, policy):
+def test_hardly_anything_changes_in_compiled_blocks(traces, layout, policy):
     compiled = {"blocks": True, "backend": "aot_eager"}
-    found = compare(references(layout, **compiled), train(pool, tmp_path, layout, ac=COMPILED[policy], **compiled))
+    found = compare(*(traces(**keys_of(layout, **compiled, **given)) for given in ({}, {"ac": COMPILED[policy]})))
     assert found.largest <= BAR, found
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("budget", [0.0, 0.5])
-def test_a_budget_of_generated_kernels_trains_as_eager_mode_does(pool, references, tmp_path, budget):
+def test_a_budget_of_generated_kernels_trains_as_eager_mode_does(traces, budget):
     """The bar is that of all layouts, 1e-5: generated kernels add in another order."""
     compiled = {"blocks": True, "backend": "inductor"}
     found = compare(
-        references("one process"), train(pool, tmp_path, "one process", ac=MemoryBudget(budget=budget), **compiled)
+        traces(**keys_of("one process")), traces(**keys_of("one process", ac=MemoryBudget(budget=budget), **compiled))
     )
     assert found.largest <= 1e-5, found

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from tests import tiny
 from titanlab.costs import HIDDEN, Activation, Operation, Operator, Share, block_input, kept_activations
 from titanlab.errors import ConfigError
-from titanlab.options import discover
 from titanlab.records import canonical
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.ac.recomputation import SelectedOperators
@@ -27,7 +24,6 @@ from titanlab.techniques.ac.recomputation_schema import (
     SelectiveOp,
 )
 
-CONF = Path(__file__).parents[2] / "conf" / "ac"
 MM, SILU = "aten.mm.default", "aten.silu.default"
 FULL, NONE, PRODUCTS = FullCheckpointing(), NoCheckpointing(), SelectiveOp(saved=[MM])
 COMPILED = {"blocks": True, "backend": "aot_eager"}
@@ -98,16 +94,6 @@ def test_the_default_list_is_known():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("kind", discover()["ac"])
-def test_every_option_has_code_an_account_and_a_yaml_that_adds_nothing(kind):
-    config = discover()["ac"][kind].schema()
-    assert callable(config.implementation().apply)
-    assert config.saved_bytes(
-        tiny.recipe("runs").model.block_operations(batch=1, seq_len=32), Share(element_bytes=2), number=0
-    )
-    assert yaml.safe_load((CONF / f"{kind}.yaml").read_text()) == {"defaults": [f"{kind}_schema", "_self_"]}
-
-
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("every", "chosen"), [(1, {0, 1, 2, 3, 4}), (2, {0, 2, 4}), (3, {0, 3}), (5, {0})])
 def test_blocks_go_by_their_number_in_the_whole_model(every, chosen, keep):
@@ -167,16 +153,6 @@ def test_an_operator_that_takes_anothers_place_is_kept_as_that_is(printed, like)
         forward, _ = block.checkpoint_contexts()
         context = type("Context", (), {"is_recompute": False})
         assert forward.policy_fn(context, printed).name == kept
-
-
-def test_the_recomputation_counts_products_for_itself_so_that_it_finds_the_same():
-    block = torch.nn.Linear(2, 2)
-    SelectiveOp(saved=[MM, SILU]).implementation().apply({0: block})
-    policy = block.checkpoint_contexts()[0].policy_fn
-    for again in (False, True):
-        context = type("Context", (), {"is_recompute": again})
-        kept = [policy(context, name).name == "MUST_SAVE" for name in (MM, SILU, MM, "aten.mul.Tensor", MM)]
-        assert kept == [True, True, False, False, True]
 
 
 def test_an_account_may_repeat_one_operation_and_every_second_time_it_is_left_out():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -97,39 +96,6 @@ def test_products_are_all_the_flops_of_a_step(name, of):
         assert {product.kind for product in found if product.format == "bfloat16"} == {"weights"}
 
 
-def test_rows_go_on_where_they_stopped(tmp_path):
-    def opened(folder="a", code="c1", where=CPU):
-        return record.Record(tmp_path / folder, where, code=code, commit=None)
-
-    first, second, third = row_of("ladder/eager"), row_of("ladder/fused"), row_of("ladder/chunked")
-    one = opened()
-    for row, status in ((first, "measured"), (second, "failed"), (third, "cut")):
-        assert not one.done(row)
-        said = {"row": row.name, "keys": list(row.keys), "status": status, "figures": {"x": float("nan")}}
-        one.keep({**said, "window": (1, 2)})
-    again = opened()
-    # What failed is data; what the end of a call has cut is run again.
-    assert [again.done(row) for row in (first, second, third)] == [True, True, False]
-    assert [said["row"] for said in again.rows([third, first])] == [third.name, first.name]
-    assert again.rows([first])[0]["figures"] == {"x": None}
-    # Other keys, other code, another device.
-    assert not again.done(dataclasses.replace(first, keys=(*first.keys, "seed=1")))
-    assert not opened(code="c2").done(first)
-    assert not opened(where=H100).done(first)
-    # A line that was cut off neither counts nor swallows the next one.
-    with one.path.open("a") as file:
-        file.write('{"row": "ladder/compi')
-    torn = opened()
-    torn.keep({"row": third.name, "keys": list(third.keys), "status": "late"})
-    assert opened().done(third)
-    # Rows that were carried home come back, once.
-    for source in (tmp_path / "a", tmp_path / "a" / record.FILE):
-        elsewhere = opened("b")
-        assert elsewhere.take(source).startswith(f"--from {source}: 3 of ")
-    assert opened("b").done(first)
-    assert all(json.loads(line) for line in (tmp_path / "b" / record.FILE).read_text().splitlines())
-
-
 # Starts another process as titanlab starts ranks, in a session of its own, and waits.
 STARTS_ANOTHER = """
 import subprocess, sys, time
@@ -206,10 +172,6 @@ def test_names_of_torch_are_those_of_the_oldest_torch():
 FIRST, SECOND, THIRD = (row_of(f"ladder/{name}") for name in ("eager", "fused", "chunked"))
 
 
-def opened(folder, code="c1", where=CPU):
-    return record.Record(folder, where, code=code, commit=None)
-
-
 def said(row, status="measured", **more):
     return {"row": row.name, "kind": row.kind, "keys": list(row.keys), "status": status, "figures": {}, **more}
 
@@ -264,31 +226,6 @@ def test_again_runs_the_rows_that_failed_or_were_late(called):
     assert calls == [(1, [names[1]]), (1, [names[2]]), (1, [names[1]])]
     assert called(*only, "900", "--again")[:2] == (0, [names[2], names[1]])
     assert called(*only, "900", "--again")[:2] == (0, [])
-
-
-def test_the_page_has_a_line_for_every_row():
-    order = rows.rows(sizes.GPU)
-    fast = {"tokens_per_second": 31_000.0, "tflops": 500.0, "mfu_percent": 62.0, "step_seconds": 1.0}
-    fast |= {"step_seconds_all": [1.0, 1.0, 1.1], "reserved_bytes": 66e9}
-    more = {"figures": fast, "predicted": {"tokens_per_second": 30_000.0, "mfu_percent": 55.0, "reserved_bytes": 60e9}}
-    run = next(row for row in order if row.name == "sixteen/bf16")
-    absent = next(row for row in order if row.name == "ladder/flash_attn")
-    found = [said(run, what=run.what, **more), said(absent, "absent", reason="flash_attn is not installed")]
-    text = table.page(order, found, H200, sizes.GPU)
-    assert all(row.name in text for row in order)
-    # 62 % of 68.
-    assert "- 68 % MFU in bf16: best is 62.0 %, `sixteen/bf16`: 6.0 points missing." in text
-    assert "| ladder/flash_attn | absent | flash_attn is not installed |" in text
-    # All tables are whole: each line has as many cells as its heading.
-    width = 0
-    for line in text.splitlines():
-        cells = line.count("|")
-        assert cells in (0, width or cells), line
-        width = cells
-    # Before anything is measured each row is there too.
-    empty = table.page(order, [], H200, sizes.GPU)
-    assert all(f"| {row.name} | not run |" in empty for row in order)
-    assert "no row in bf16 was measured" in empty
 
 
 def test_mistakes_are_one_line(called, tmp_path, capsys):

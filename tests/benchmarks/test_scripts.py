@@ -1,6 +1,5 @@
 """Benchmarks in their smallest form: they compare what they say, and keep what the pages show."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -12,16 +11,10 @@ import torch
 from tests import tiny
 from tests.benchmarks.scripts import BENCHMARKS, script
 from tests.model.published import load
-from tests.plan.recipes import SMALL, made
 from titanlab.costs.attention_order import rules_of
 from titanlab.data import source
 from titanlab.distributed import ALONE
-from titanlab.plan import Measured, machine_of, most_memory, reserved_bytes
-from titanlab.plan.pipeline_time import simulated_time
-from titanlab.plan.step_time import step_time
 from titanlab.prove import parity
-from titanlab.recipe import Cluster
-from titanlab.sweep.measured_runs import LeftOut, MeasuredSweep
 from titanlab.techniques.model.llama_schema import Qwen3Moe
 from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.optimizer.optimizers_schema import AdamW
@@ -55,16 +48,6 @@ def test_losses_of_the_bare_loop_are_those_of_titanlab(tmp_path):
 
 
 experts = script("experts")
-
-
-def test_the_kept_figures_hold_the_bars():
-    kept = json.loads((BENCHMARKS / "results" / "experts.json").read_text())
-    assert {*experts.BARS} <= kept.keys()
-    for name, bar in experts.BARS.items():
-        assert kept[name]["bar"] == bar
-        assert kept[name]["processor_ratio"] >= bar
-    assert kept["date"]
-    assert "CPU cores" in kept["machine"]
 
 
 @pytest.mark.full
@@ -114,42 +97,6 @@ def test_a_cpu_is_not_adopted(benchmark, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["--adopt"])
     assert "--adopt: the table is about GPUs, and there is none here" in capsys.readouterr().err
-
-
-KNOWN = Cluster(accelerator="cpu", device="cpu", per_node=2, peak_tflops=0.1)
-TRUE = dataclasses.replace(
-    KNOWN, memory_gb_per_second=5.0, link_gb_per_second=1.0, process_gb=0.3, allocator_excess=1.3
-)
-
-
-def row(number, *, slower=1.0, **given):
-    recipe = dataclasses.replace(made(model=SMALL, batch=4, **given), cluster=TRUE)
-    machine = machine_of(recipe)
-    return Measured(
-        name=f"r{number}-{number:08x}",
-        recipe=dataclasses.replace(recipe, cluster=KNOWN),
-        step_seconds=slower * step_time(recipe, machine, pipeline=simulated_time).seconds,
-        memory_bytes=slower * reserved_bytes(recipe, machine, most_memory(recipe)),
-    )
-
-
-def test_rows_with_an_odd_hash_calibrate_and_the_others_are_checked():
-    layouts = [{}, {"shard": 2}, {"tensor": 2}, {"replicate": 2}, {"context": 2}]
-    odd = [row(2 * number + 1, seq_len=256, **layout) for number, layout in enumerate(layouts)]
-    # Their measurements say something else, by which they are off, and which must not calibrate.
-    even = [row(2 * number, slower=1.25, seq_len=128, **layout) for number, layout in enumerate(layouts)]
-    left_out = [LeftOut(run="x", reason="ended as oom")]
-    found = MeasuredSweep(rows=[*odd, *even], runs=30, left_out=left_out, machine="a core", stale=0)
-    result = script("cpu_calibration").study(found)
-    assert (result["rows_calibrating"], result["rows_checked"], result["left_out"]) == (5, 5, 1)
-    assert result["median_error_of_calibrating_rows"]["time"] < 0.03
-    assert result["median_error_after"]["time"] == pytest.approx(1 - 1 / 1.25, abs=0.05)
-    assert result["median_error_after"]["memory"] == pytest.approx(1 - 1 / 1.25, abs=0.05)
-    assert {name: family["rows"] for name, family in result["by_family"].items()} == dict.fromkeys(
-        ("one process", "shard", "tensor", "replicate", "context"), 1
-    )
-    assert {line["row"] for line in result["rows"] if line["half"] == "checked"} == {each.name for each in even}
-    json.dumps(result)
 
 
 @pytest.mark.full

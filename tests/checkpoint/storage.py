@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.checkpoint.one_process import ALONE
 from titanlab.checkpoint import ITEM_BYTES, SavedPosition
 from titanlab.checkpoint.index import read_index, signed
-from titanlab.checkpoint.reader import JsonPlanner, ShardReader
+from titanlab.checkpoint.reader import ShardReader, load_state
 from titanlab.checkpoint.storage import checksum
 from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import HostBuffer
@@ -44,10 +44,7 @@ def rewritten(checkpoint, change):
 def read(state, folder):
     """Fill a state dict in this process. Returns the number of blocks that were read."""
     reader = ShardReader(folder, read_index(folder), "run")
-    planner = JsonPlanner()
-    planner.set_up_planner(state, reader.read_metadata(), is_coordinator=True)
-    (made,) = planner.create_global_plan([planner.create_local_plan()])
-    reader.read_data(planner.finish_plan(made), planner).wait()
+    load_state(state, reader)
     return reader.blocks_read
 
 

@@ -32,7 +32,7 @@ class Gate:
         real = store.write
 
         def write(*given):
-            self.opened.wait(20)
+            self.opened.wait(120)
             self.writes.append(threading.current_thread().name)
             return real(*given)
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny
-from tests.prove.test_experts import MODELS, traced
-from titanlab.checkpoint import latest, read_contents, read_into, store
+from tests.prove.test_experts import MODELS
+from titanlab.checkpoint import latest, load_state, read_contents, store
 from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.train import train
@@ -43,12 +43,11 @@ def saved(run):
     """The optimizer's averages in a run's checkpoint: full tensors by name."""
     checkpoint = latest(run.checkpoints)
     reader = read_contents(checkpoint, "run").reader(checkpoint, "run")
-    metadata = reader.read_metadata()
     found = {}
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
         if name.startswith("optimizer.") and name.endswith(AVERAGES) and isinstance(entry, TensorStorageMetadata):
             whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-            read_into({name: whole}, reader, metadata)
+            load_state({name: whole}, reader)
             found[name.removeprefix("optimizer.")] = whole
     return found
 
@@ -60,7 +59,7 @@ def test_degrees_2_4_and_1(pool, tmp_path):
         tmp_path / "a", model=MODELS["qwen3"], steps=STEPS, global_batch=8, shard=2, tensor=2, expert=2, every=STEPS
     )
     place = tiny.begin(first)
-    wanted = pool.run(4, traced, first, place)[0].parameters
+    wanted = pool.run(4, tiny.traced, first, place)[0].parameters
     for number, layout in enumerate(LATER):
         steps = STEPS + 1 + number
         made = tiny.recipe(

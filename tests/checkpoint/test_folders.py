@@ -17,7 +17,6 @@ from titanlab.checkpoint import (
     find,
     find_run_or_checkpoint,
     latest,
-    of_step,
     parent_of,
     put_aside,
     put_back,
@@ -34,14 +33,6 @@ def made(folder, step, *, whole=True, shapes=None):
     if not whole:
         (path / "index.json").unlink()
     return path
-
-
-def test_one_that_has_lost_files_since_counts_and_is_found_damaged(tmp_path):
-    for step, name in [(1, "index.json"), (2, "rank-00000.safetensors")]:
-        step_folder(tmp_path, step).mkdir()
-        (step_folder(tmp_path, step) / name).write_bytes(b"")
-    assert checkpoints(tmp_path) == [step_folder(tmp_path, 1), step_folder(tmp_path, 2)]
-    assert find(str(step_folder(tmp_path, 2)), "k") == step_folder(tmp_path, 2)
 
 
 def test_a_damaged_one_is_renamed_if_there_is_one_before_it(tmp_path):
@@ -120,27 +111,6 @@ def test_later_ones_are_put_aside(tmp_path):
     # What was put aside before stays.
     assert [path.name for path in put_aside(tmp_path, after=2)] == ["step-00000004.aside-2"]
     assert put_aside(tmp_path, after=2) == []
-
-
-def test_a_step_s_checkpoint(tmp_path):
-    for step in (2, 4):
-        made(tmp_path, step)
-    assert of_step(tmp_path, 4, "--step", 4) == step_folder(tmp_path, 4)
-    with pytest.raises(ConfigError, match="^--step=3: the run has no whole checkpoint of this step; it has 2, 4$"):
-        of_step(tmp_path, 3, "--step", 3)
-    with pytest.raises(ConfigError, match="it has none at all$"):
-        of_step(tmp_path / "empty", 3, "--step", 3)
-
-
-@pytest.mark.parametrize("form", ["{}/checkpoints/step-2", "{}/checkpoints/step-00000002/", "~/checkpoints/step-2"])
-def test_forms_of_a_checkpoint_s_path(tmp_path, monkeypatch, form):
-    wanted = made(tmp_path / "checkpoints", 2)
-    made(tmp_path / "checkpoints", 4)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert find(form.format(tmp_path), "k") == wanted
-    monkeypatch.chdir(tmp_path / "checkpoints")
-    assert find("step-2", "k").resolve() == wanted
-    assert find("..", "k").name == "step-00000004"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import sys
 
 import numpy as np
 import pytest
@@ -210,35 +209,6 @@ def test_the_rule_that_is_broken_is_named_in_one_line(tmp_path, name):
 def test_the_end_of_a_file_is_inside_of_it(tmp_path):
     rewritten(tmp_path, of_chunk(1, 92))
     assert read_index(tmp_path).tensors["s"].chunks.tolist() == [[0, 92, 8]]
-
-
-def test_a_large_index_is_parsed_in_a_time_that_grows_with_its_size(tmp_path):
-    """Of 4,096 chunks in 16 × 256 parts, a quarter as many take a quarter of the work: no step compares all pairs."""
-    shape, counts = [512, 1024], []
-    for rows, columns in ((8, 128), (16, 256)):
-        height, width = shape[0] // rows, shape[1] // columns
-        size = 4 * height * width
-        grid = itertools.product(range(rows), range(columns))
-        chunks = [
-            [0, size * (row * columns + column), size, row * height, column * width, height, width]
-            for row, column in grid
-        ]
-        file = IndexedFile(name=SHARD, size=4 * shape[0] * shape[1], checksums=bytes(16))
-        made(tmp_path, tensors={"x": IndexEntry("float32", shape, chunks)}, files=[file])
-        calls = 0
-
-        def count(frame, event, argument):
-            nonlocal calls
-            calls += 1
-
-        sys.setprofile(count)
-        try:
-            assert len(read_index(tmp_path).tensors["x"].chunks) == rows * columns
-        finally:
-            sys.setprofile(None)
-        counts.append(calls)
-    # Calls of Python do not depend on the number of chunks at all: numpy does that work.
-    assert counts[1] < 1.5 * counts[0]
 
 
 @st.composite

@@ -50,6 +50,10 @@ def written(folder, **changed):
         ({"loss_scale": {"scale": 10**400}}, "has loss_scale[...]: "),
         ({"loss_scale": {"scale": True}}, "has loss_scale[...]: Expected `int | float`, got `bool`"),
         ({"loss_scale": {"scale": 2.0, "good": 2**70}}, "has loss_scale[...]: Expected `int` <= "),
+        ({"loss_scale": {"scale": 0.0}}, "does not fit (loss_scale has scale=0.0, which must be positive)"),
+        # Zero in float32.
+        ({"loss_scale": {"scale": 1e-200}}, "does not fit (loss_scale has scale=1e-200, which must be positive)"),
+        ({"loss_scale": {"scale": 2.0, "row": -1}}, "does not fit (loss_scale has row=-1, which must not be negative)"),
         ({"files": {"../../secret": 3}}, "Expected `str` matching regex"),
         ({"generators": {"0": {"cpu": [1]}}}, "has generators[...][...]: Expected `bytes`, got `array`"),
         ({"generators": {"-1": {"cpu": ""}}}, "has generators"),

@@ -7,14 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from tests import tiny
-from tests.checkpoint.storage import started
 from tests.object_store.running import FOLDER, known
 from tests.object_store.server import Fault
 from tests.pool import RankFailure
@@ -33,12 +27,8 @@ from titanlab.checkpoint import (
 )
 from titanlab.checkpoint.contents import verify
 from titanlab.checkpoint.folders import OWNER, checkpoints
-from titanlab.checkpoint.index import read_index
-from titanlab.checkpoint.reader import JsonPlanner, ShardReader
-from titanlab.checkpoint.storage import BLOCK, folder_at
-from titanlab.checkpoint.store import write_and_publish
+from titanlab.checkpoint.storage import folder_at
 from titanlab.cli import main
-from titanlab.distributed import World
 from titanlab.errors import ConfigError
 from titanlab.launch import conclude, pass_over_damaged
 from titanlab.launch.attempt import begin
@@ -114,38 +104,6 @@ def test_another_layout_reads_only_what_it_needs_and_each_range_once(pool, tmp_p
         spans = sorted(span for other, span in read if other == name)
         assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
     assert losses(run) == pytest.approx(undisturbed, abs=1e-5)
-
-
-ROWS = 2048
-"""Of 4 KiB: eight blocks of 1 MiB."""
-
-
-def halves(endpoint):
-    """As one of two ranks: load half the rows of a tensor that one rank has saved."""
-    known(endpoint)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    folder = StorePath(f"{FOLDER}/step-00000001")
-    whole = torch.arange(ROWS * 1024, dtype=torch.float32).view(ROWS, 1024)
-    if rank == 0:
-        alone = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
-        save = started({"whole": whole}, folder, world=alone)
-        write_and_publish(save.stage, save, alone)
-    dist.barrier()
-    state = {"whole": DTensor.from_local(torch.zeros(ROWS // 2, 1024), init_device_mesh("cpu", (2,)), [Shard(0)])}
-    reader = ShardReader(folder, read_index(folder), "run")
-    dcp.load(state, storage_reader=reader, planner=JsonPlanner())
-    assert torch.equal(state["whole"].to_local(), whole[rank * ROWS // 2 :][: ROWS // 2])
-    return reader.blocks_read
-
-
-def test_each_rank_reads_only_the_blocks_that_hold_its_part(pool, server):
-    # The header moves the tensor a little, so that a rank needs an edge of one block more.
-    assert pool.run(2, halves, server.endpoint) == [5, 5]
-    (size,) = [len(content) for name, content in server.store.objects.items() if "rank-" in name]
-    read = [span for method, name, span in server.store.log if method == "GET" and "rank-" in name]
-    # The block in the middle holds rows of both.
-    assert sum(end - first for first, end in read) == size + BLOCK
 
 
 def test_the_index_is_written_last_and_old_ones_are_removed_index_first(tmp_path, server):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from pathlib import Path
@@ -14,9 +13,9 @@ import torch.distributed as dist
 
 from tests.checkpoint.targets import Gate, saved_by, sums, trained
 from tests.pool import RankFailure
-from titanlab.checkpoint import OnlyModel, Position, Target, store
+from titanlab.checkpoint import Position, Target, store
 from titanlab.checkpoint.folders import checkpoints
-from titanlab.checkpoint.store import AsyncSaver, NoSaver, PinnedSaver, SyncSaver
+from titanlab.checkpoint.store import AsyncSaver, PinnedSaver, SyncSaver
 from titanlab.checkpoint.writer import HostBuffer
 from titanlab.distributed import World
 from titanlab.distributed.traffic import last_collectives
@@ -38,25 +37,6 @@ def test_the_training_goes_on_while_a_copy_is_written(tmp_path, target, monkeypa
     assert gate.writes == ["checkpoint"]
     assert saver.saved_step == 1
     assert sums(tmp_path / "step-00000001") == sums(tmp_path / "before" / "step-00000001")
-
-
-def test_a_save_that_is_complete_is_known_once(target):
-    saver = AsyncSaver(target())
-    saver.save(Position(step=1))
-    saver._thread.join()
-    assert saver.is_done
-    saver.wait()
-    assert not saver.is_done
-    saver.wait()
-
-
-def test_the_last_save_needs_no_thread_and_no_copy(target, monkeypatch):
-    gate = Gate(monkeypatch)
-    gate.opened.set()
-    saver = AsyncSaver(target())
-    saver.save_last(Position(step=4))
-    assert gate.writes == ["MainThread"]
-    assert (saver.saved_step, saver._buffer._memory) == (4, None)
 
 
 def test_an_old_checkpoint_that_stays_is_reported_by_the_main_thread(target, monkeypatch):
@@ -117,48 +97,8 @@ def ends_while_the_other_waits(folder):
 
 def test_an_error_of_the_training_waits_for_no_thread(pool, tmp_path):
     with pytest.raises(RankFailure, match="a planted error"):
-        pool.run(2, ends_while_the_other_waits, tmp_path, limit_seconds=20)
+        pool.run(2, ends_while_the_other_waits, tmp_path, limit_seconds=60)
     assert checkpoints(tmp_path) == []
-
-
-def test_a_save_is_complete_when_it_returns(tmp_path, target):
-    steps = []
-    saver = SyncSaver(target(saved=steps.append))
-    saver.save(Position(step=3))
-    assert (saver.saved_step, saver.is_done, steps) == (3, False, [3])
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003"]
-    saver.save_last(Position(step=4), OnlyModel(dtype="bfloat16"))
-    assert (saver.saved_step, steps) == (4, [3, 4])
-    # Both return at once: there is no copy and no thread.
-    saver.before_update()
-    saver.wait()
-
-
-def test_without_checkpoints_nothing_is_saved(tmp_path):
-    saver = NoSaver()
-    saved_by(saver)
-    saver.before_update()
-    saver.save_last(Position(step=2), OnlyModel())
-    assert (saver.saved_step, saver.is_done) == (0, False)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", [SyncSaver, AsyncSaver])
-def test_a_save_that_the_disk_refuses_leaves_the_one_before(tmp_path, target, monkeypatch, kind):
-    saver = kind(target())
-    saved_by(saver)
-
-    def refuse(*given):
-        raise OSError(28, os.strerror(28))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", refuse)
-        with pytest.raises(OSError, match="No space left"):
-            saved_by(saver, step=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert saver.saved_step == 1
-    saved_by(saver, step=3)
-    assert saver.saved_step == 3
 
 
 def of_two(folder, kind):
@@ -216,14 +156,6 @@ def test_the_next_update_waits_for_a_device_that_copies(tmp_path, target, monkey
     assert notes[0] == "wait_stream"
     saved_by(SyncSaver(target(folder=tmp_path / "sync")))
     assert sums(tmp_path / "step-00000001") == sums(tmp_path / "sync" / "step-00000001")
-
-
-def test_memory_of_copies_is_used_again():
-    buffer = HostBuffer()
-    first, second, larger = buffer.reserve(100), buffer.reserve(60), buffer.reserve(5000)
-    assert first.data_ptr() == second.data_ptr()
-    assert (len(first), len(second), len(larger)) == (100, 60, 5000)
-    assert buffer.reserve(100).data_ptr() == larger.data_ptr()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, memory can be pinned")

@@ -135,7 +135,7 @@ def test_one_of_two_folders_is_whole_whenever_a_move_ends(server, monkeypatch, d
 
 def test_any_range_is_read_in_pieces(server, monkeypatch):
     file = written()
-    for piece in (BLOCK - 1, 1000):
+    for piece in (BLOCK - 1, 100_000):
         monkeypatch.setattr(storage, "_PIECE", piece)
         target = bytearray(BLOCK + 9)
         with BlockReader(PLACE / "file", file.size, file.checksums) as reader:

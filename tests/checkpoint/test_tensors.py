@@ -17,13 +17,12 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_state, started, write
-from titanlab.checkpoint import ITEM_BYTES, DamagedCheckpoint, SavedPosition, read_contents, read_into, storage
+from titanlab.checkpoint import DamagedCheckpoint, read_contents, storage
 from titanlab.checkpoint import reader as shard_reader
 from titanlab.checkpoint.index import read_index
-from titanlab.checkpoint.reader import JsonPlanner, ShardReader, bytes_of, load_state
+from titanlab.checkpoint.reader import ShardReader, bytes_of, load_state
 from titanlab.checkpoint.storage import BLOCK, BlockReader, BlockWriter, DamagedFile, checksum, folder_at
-from titanlab.checkpoint.writer import HostBuffer, Part, entries_of, parts_of, publish, shard_of, shared_out
-from titanlab.checkpoint.writer import write as write_file
+from titanlab.checkpoint.writer import Part, entries_of, parts_of, shard_of, shared_out
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
 from titanlab.train.dcp import DcpReader, read_saved
@@ -67,92 +66,11 @@ def test_nothing_in_a_checkpoint_is_a_pickle(tmp_path):
         assert b"torch" not in path.read_bytes(), path.name
 
 
-def test_what_was_written_is_what_is_there(tmp_path):
-    staged = started({"x": torch.arange(5.0), "n": 4}, tmp_path).stage()
-    assert staged.objects == {"n": "4"}
-    # A folder that this host does not see yet.
-    file = write_file(staged, tmp_path / "new" / "c")
-    path = tmp_path / "new" / "c" / "rank-00000.safetensors"
-    content = path.read_bytes()
-    assert (file.name, file.size) == (path.name, len(content))
-    assert file.checksums == checksum(content).to_bytes(8, "little")
-    # A second rank of the same number would write over it.
-    with pytest.raises(FileExistsError):
-        write_file(staged, tmp_path / "new" / "c")
-
-
-def test_a_copy_is_one_range_of_the_given_memory(tmp_path):
-    buffer = HostBuffer()
-    memory = buffer.reserve(4096)
-    staged = started({"x": torch.arange(3, dtype=torch.int16), "y": torch.ones(2)}, tmp_path).stage(buffer)
-    assert staged.content.data_ptr() == memory.data_ptr()
-    assert len(staged.content) == staged.shard.size
-    content = bytes(staged.content.tolist())
-    assert content == staged.shard.header + struct.pack("<2f3h", 1, 1, 0, 1, 2)
-    assert [tensor.tolist() for tensor in staged.tensors] == [[1.0, 1.0], [0, 1, 2]]
-
-
 def test_a_tensor_that_has_changed_since_the_plan_is_refused(tmp_path):
     save = started({"x": torch.ones(3)}, tmp_path)
     save.state["x"] = torch.ones(4)
     with pytest.raises(ValueError, match=r"^x has the shape \[4\], and the plan says \[3\]$"):
         save.stage()
-
-
-def test_the_index_is_written_last(tmp_path, monkeypatch):
-    save = started({"x": torch.ones(3)}, tmp_path)
-    file = write_file(save.stage(), tmp_path)
-    names = []
-
-    def fails_at_the_second(path, content, **given):
-        names.append((path.name, given))
-        if len(names) == 2:
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("titanlab.checkpoint.storage.write_bytes", fails_at_the_second)
-    with pytest.raises(OSError, match="No space left"):
-        publish(tmp_path, SavedPosition(step=0, parameters={}), save.tensors, [file], {})
-    assert names == [("position.json", {"durable": True}), ("index.json", {"durable": True})]
-
-
-def header_of(shard):
-    assert int.from_bytes(shard.header[:8], "little") == len(shard.header) - 8
-    return json.loads(shard.header[8:])
-
-
-def test_wide_elements_stand_first_in_the_order_of_the_plan():
-    state = {
-        "a": torch.zeros(3, dtype=torch.uint8),
-        "b": torch.zeros(2, dtype=torch.bfloat16),
-        "c": torch.zeros(2),
-        "d": torch.zeros(1, dtype=torch.int64),
-        "e": torch.zeros(1, dtype=torch.int32),
-        "f": torch.zeros(1),
-    }
-    shard = shard_of(parts_of(state), 1)
-    assert [part.name for part in shard.parts] == ["d", "c", "f", "e", "b", "a"]
-    start = len(shard.header)
-    assert start % 8 == 0
-    for part, size in zip(shard.parts, [8, 8, 4, 4, 4, 3], strict=True):
-        assert (part.start, part.size) == (start, size)
-        assert part.start % ITEM_BYTES[part.dtype] == 0
-        start += size
-    assert shard.size == start
-
-
-def test_the_header_names_each_part_by_its_offsets():
-    parts = [
-        Part("x", "float32", (4, 6), (2, 0), (2, 3)),
-        Part("x", "float32", (4, 6), (2, 3), (2, 3)),
-        Part("s", "float32"),
-        Part("e", "complex64", (0, 5), (0, 0), (0, 5)),
-    ]
-    assert header_of(shard_of(parts, 0)) == {
-        "e[0,0]": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]},
-        "x[2,0]": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-        "x[2,3]": {"dtype": "F32", "shape": [2, 3], "data_offsets": [24, 48]},
-        "s[]": {"dtype": "F32", "shape": [], "data_offsets": [48, 52]},
-    }
 
 
 def test_a_dtype_that_no_checkpoint_holds_is_refused():
@@ -252,7 +170,7 @@ def resharded(folder, saves, loads):
     try:
         state, _ = sharded_state(mesh, SHARDINGS[loads], filled=False)
         reader = ShardReader(folder, read_index(folder), "run")
-        dcp.load(state, storage_reader=reader, planner=JsonPlanner())
+        dcp.load(state, storage_reader=reader, planner=reader.planner())
     finally:
         storage.BlockReader._read = original
     expected, _ = sharded_state(mesh, SHARDINGS[loads], filled=True)
@@ -291,31 +209,6 @@ def test_tensors_of_another_dtype_or_order_are_filled(tmp_path, target, expected
     assert torch.equal(target, expected)
 
 
-DAMAGES = {
-    "another byte": (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"), "has other bytes than were saved"),
-    "a byte less": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "has 79 bytes, and had 80 when"),
-    "no file": (lambda path: path.unlink(), "is missing"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "is no file"),
-    "a link": (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "is a symbolic link"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_file_that_is_not_what_was_saved_is_damage(tmp_path, name):
-    folder = tmp_path / "step-00000002"
-    write({"x": torch.ones(2), "n": 1}, folder)
-    spoil, reason = DAMAGES[name]
-    spoil(folder / "rank-00000.safetensors")
-    with pytest.raises(
-        DamagedCheckpoint, match=rf"^run=.*step-00000002: is damaged: its (file )?rank-00000.safetensors {reason}"
-    ):
-        read({"x": torch.zeros(2)}, folder)
-    # What needs no tensor is not affected.
-    values = {"n": 0}
-    read(values, folder)
-    assert values == {"n": 1}
-
-
 STATE = {"model": {"x": torch.arange(6.0).view(2, 3)}, "n": {"rates": 0.5, "list": [1, None], "text": "é"}}
 
 
@@ -343,14 +236,6 @@ def test_a_state_comes_back(tmp_path, make):
     load_state(state, reader)
     assert torch.equal(state["model"]["x"], STATE["model"]["x"])
     assert state["n"] == STATE["n"]
-
-
-@pytest.mark.parametrize("make", [ours, plain])
-def test_entries_are_read_by_their_names(tmp_path, make):
-    reader = make(tmp_path / "c", STATE)
-    state = {"model.x": torch.zeros(2, 3)}
-    read_into(state, reader, reader.read_metadata())
-    assert torch.equal(state["model.x"], STATE["model"]["x"])
 
 
 @pytest.mark.parametrize("make", [ours, plain])
@@ -384,10 +269,9 @@ def test_an_error_of_the_machine_says_nothing_about_the_checkpoint(tmp_path, mon
         raise error
 
     monkeypatch.setattr(shard_reader, "BlockReader", fails)
-    with pytest.raises(dcp.CheckpointException) as caught:
+    with pytest.raises(type(error)) as caught:
         load_state(empty(), reader)
-    ((failure, _),) = caught.value.failures.values()
-    assert failure is error
+    assert caught.value is error
 
 
 SIZE = 9 * BLOCK + 1234

@@ -1,4 +1,4 @@
-"""Arguments of verbs that take no recipe: any order, mistakes in one line, sizes of files."""
+"""Paths and sizes of files among the arguments of verbs."""
 
 from pathlib import Path
 
@@ -7,31 +7,6 @@ import pytest
 from titanlab.cli.arguments import Arguments, bytes_of
 from titanlab.errors import ConfigError
 from titanlab.system import user_path
-
-
-@pytest.fixture
-def parser():
-    made = Arguments("verb", "What it does.")
-    made.add_argument("run")
-    made.add_argument("more", nargs="*")
-    made.add_argument("--number", "-n", type=int)
-    made.add_argument("--rate", type=float)
-    made.add_argument("--quiet", action="store_true")
-    return made
-
-
-def test_options_may_stand_anywhere(parser):
-    read = parser.parse_args(["-n", "3", "a", "b", "--rate=0.5", "c", "--quiet"])
-    assert (read.run, read.more, read.number, read.rate, read.quiet) == ("a", ["b", "c"], 3, 0.5, True)
-    read = parser.parse_args(["a"])
-    assert (read.run, read.more, read.number, read.rate, read.quiet) == ("a", [], None, None, False)
-
-
-def test_a_verb_that_takes_a_recipe_leaves_the_rest_to_hydra():
-    made = Arguments("verb", "What it does.", usage="titanlab verb")
-    made.add_argument("--quiet", action="store_true")
-    read = made.parse_args(["+recipe=toy", "--cfg", "job", "--quiet", "a=-1"])
-    assert (read.quiet, read.rest) == (True, ["+recipe=toy", "--cfg", "job", "a=-1"])
 
 
 @pytest.mark.parametrize("kind", [Path, user_path])
@@ -46,24 +21,6 @@ def test_a_path_without_a_name_is_not_the_current_folder(kind, make, text):
         "= :", "=:"
     )
     assert made.parse_known_args(["--into", "."])[0].into == Path()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["a", "-n", "x\ny"], "--number/-n=x\\ny: must be a whole number"),
-        (["a", "-n", "1.5"], "--number/-n=1.5: must be a whole number"),
-        (["a", "-n"], "arguments=a -n: argument --number/-n: expected one argument"),
-        # An abbreviation would change its meaning with a new option.
-        (["a", "--numb", "3"], "arguments=a --numb 3: unrecognized arguments: --numb 3"),
-        (["a", "--quiet=1"], "arguments=a --quiet=1: argument --quiet: ignored explicit argument '1'"),
-        (["a", "-n", str(-(2**63))], f"--number={-(2**63)}: must be at least -9,223,372,036,854,775,807"),
-    ],
-)
-def test_mistakes_are_one_line(parser, arguments, error):
-    with pytest.raises(ConfigError) as raised:
-        parser.parse_args(arguments)
-    assert str(raised.value) == f"{error}; see `titanlab verb --help`"
 
 
 SIZES = {

@@ -88,18 +88,25 @@ def test_a_run_that_is_done_keeps_its_newest_and_all_its_records(run, call):
 
 
 @pytest.mark.parametrize(
-    ("number", "every", "flags", "left"),
+    ("number", "every", "flags", "is_done", "left"),
     [
-        (0, 0, [], ["2", "4", "6", "8"]),
-        (2, 4, [], ["4", "8"]),
-        (3, 0, ["--keep", "2"], ["6", "8"]),
-        (0, 0, ["--keep", "1"], ["8"]),
-        (2, 0, ["--what", "temporary,code"], ["2", "4", "6", "8"]),
+        (0, 0, [], True, ["2", "4", "6", "8"]),
+        (2, 4, [], True, ["4", "8"]),
+        (3, 0, ["--keep", "2"], True, ["6", "8"]),
+        (0, 0, ["--keep", "1"], True, ["8"]),
+        (2, 0, ["--what", "temporary,code"], True, ["2", "4", "6", "8"]),
+        (2, 0, [], False, ["6", "8"]),
+        (1, 4, [], False, ["4", "8"]),
+        # No number of a recipe.
+        ("x", 0, [], False, ["2", "4", "6", "8"]),
+        (2, "yes", [], False, ["6", "8"]),
     ],
 )
-def test_rules_and_flags(run, saved, call, number, every, flags, left):
+def test_rules_and_flags(run, saved, call, number, every, flags, is_done, left):
     shutil.copy(saved.path / "config.yaml", run.path)
     keep(run, number, every)
+    if not is_done:
+        unfinished(run)
     assert call(*flags, "--yes")[0] == 0
     assert steps(run) == left
 
@@ -185,7 +192,7 @@ def test_a_damaged_run_is_left_alone_and_hides_no_other(run, call):
 def test_nobody_is_asked_without_a_terminal(run, call):
     code, _, err = call()
     assert (code, err.count("\n"), steps(run)) == (2, 1, ["2", "4", "6", "8"])
-    assert err.startswith("error: --yes=false: nobody can be asked")
+    assert err.startswith("error: --yes=false: standard input is not a terminal")
     code, out, _ = call("--dry-run")
     assert (code, steps(run)) == (0, ["2", "4", "6", "8"])
     assert out.count("/checkpoints/step-0000000") == 3

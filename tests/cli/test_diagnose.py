@@ -45,6 +45,18 @@ def test_the_verdict_the_table_and_the_stacks(run, say):
     ]
 
 
+def test_a_rank_that_computes_and_its_last_collective(run, say):
+    done = [{**values()["collectives"][0], "sequence": 2, "is_done": True}]
+    late = values(rank=2, groups=GROUPS, state="computes", activity="data", collectives=done, stack=[])
+    write_hang(run, 1, parse_hang(late))
+    lines = say(run.path)[1].splitlines()
+    assert (
+        "2     computes (data)                                    step 4  all_reduce (shard, sequence number 2): done"
+        in lines
+    )
+    assert lines[-2:] == ["rank 0, innermost call first:", "  forward_backward (titanlab/train/assemble.py:228)"]
+
+
 def test_as_json(run, say):
     found = json.loads(say(run.path, "--json")[1])
     assert (found["hung"], found["ranks"], found["damaged"], found["outcome"]) == (True, [1], [], None)

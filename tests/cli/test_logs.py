@@ -63,10 +63,7 @@ def test_each_attempt_has_its_part(run, say):
     )
     (run.attempt_folder(2) / "logs.json").unlink()
     code, _, err = say(run.path, "--attempt", 2)
-    assert (code, err) == (
-        2,
-        "error: --attempt=2: where it begins in the logs is not known; leave --attempt out\n",
-    )
+    assert (code, err) == (2, "error: --attempt=2: where it begins in the logs is not known; leave --attempt out\n")
     (run.attempt_folder(2) / "logs.json").write_text('{"bytes": {"0": 999999, "1": -4, "x": []}}')
     assert say(run.path, "--attempt", 2)[0] in (0, 2)
     assert say(run.path)[0] == 0

@@ -67,6 +67,47 @@ def test_the_arguments_of_the_first_make_a_recipe_with_the_same_estimate(plan):
     assert max(rank["allocated_bytes"] for rank in account["ranks"]) == first["allocated_bytes"]
 
 
+def test_the_step_and_the_whole_model_are_said(plan):
+    """Parameters and two averages in float32; 6 FLOPs a weight that multiplies, and attention."""
+    values = json.loads(plan(*RECIPE, "world=8", "--top", "1", "--json")[1])
+    assert values["model_bytes"] == pytest.approx(4 * 8.03e9, rel=1e-3)
+    assert values["optimizer_bytes"] == pytest.approx(8 * 8.03e9, rel=1e-3)
+    weights, attention = 6 * (8.03e9 - 128256 * 4096), 12 * 32 * 4096 * 8192
+    assert values["step_flops"] == pytest.approx(16 * 8192 * (weights + attention), rel=1e-3)
+    shown = "7.591 PFLOP a step; the model takes 32.1 GB and its optimizer 64.2 GB"
+    assert shown in plan(*RECIPE, "world=8", "--top", "1")[1].splitlines()[0]
+    assert shown in plan(*RECIPE, "--explain")[1].splitlines()
+
+
+def test_machines_are_compared_in_one_table_the_fastest_first(plan):
+    machines = ["--vary", "cluster=a100_40gb,h100_25gbe,h100,h200"]
+    code, out, err = plan(*RECIPE, "world=16", *machines)
+    assert (code, err) == (0, "")
+    table = [line for line in out.splitlines() if line.split()[0] in machines[1].partition("=")[2].split(",")]
+    assert "the first on h200: parallelism.pipeline=" in out
+    values = json.loads(plan(*RECIPE, "world=16", *machines, "--json")[1])
+    seconds = {name: machine["best"][0]["step_seconds"] for name, machine in values.items()}
+    assert [line.split()[0] for line in table] == sorted(seconds, key=seconds.get)
+    assert seconds["h200"] < seconds["h100"] < min(seconds["a100_40gb"], seconds["h100_25gbe"])
+    alone = json.loads(plan(*RECIPE, "world=16", "--top", "1", "--json")[1])
+    assert values["h100"] == alone
+    assert values["a100_40gb"]["device"] == "A100 SXM 40 GB"
+
+
+def test_some_options_of_a_group_vary_with_machines(plan):
+    asked = "precision=float8_rowwise,bf16_full,cluster=a100_80gb,h100,compile"
+    values = json.loads(plan(*TIED, "world=1", "--vary", asked, "--top", "30", "--json")[1])
+    assert set(values) == {"a100_80gb", "h100"}
+    for machine in values.values():
+        assert {each["precision"] for each in machine["best"]} <= {"bf16", "float8_rowwise", "bf16_full"}
+        assert {each["compile"] for each in machine["best"]} <= {"off", "block", "block+loss"}
+    # A model that no A100 has room for.
+    large = ["+recipe=llama3_1_405b_512gpus", "cluster=h100", "world=8", "training.global_batch=8"]
+    code, out, _ = plan(*large, "--vary", "cluster=a100_80gb")
+    assert code == 2
+    assert [line.split()[:4] for line in out.splitlines()][-1] == ["a100_80gb", "no", "layout", "fits"]
+
+
 def test_explain_accounts_for_one_recipe(plan, tmp_path):
     code, out, _ = plan(
         *RECIPE, "parallelism.shard=4", "parallelism.pipeline=2", "schedule=1f1b", "--explain", "--plot", "line.svg"

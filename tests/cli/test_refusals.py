@@ -27,13 +27,11 @@ TABLES = {
 foo=3 ⇒ foo=3: is no key of this recipe; see `titanlab train --cfg job` for all keys
 training.stepz=100 optimizer.schedule.warmup_steps=0 ⇒ training.stepz=100: is no key of this recipe; did you mean training.steps?
 trainig.seq_len=64 ⇒ trainig.seq_len=64: is no key of this recipe; did you mean training.seq_len?
-optimizer.schedule.warmup=3 ⇒ optimizer.schedule.warmup=3: is no key of this recipe; did you mean optimizer.schedule.warmup_steps?
 lr=0.1 ⇒ lr=0.1: is no key of this recipe; did you mean optimizer.lr?
 training.colour=red ⇒ training.colour=red: is no key of this recipe; keys of training: steps, seq_len, global_batch, microbatch, loss_chunk, max_gr…
 modell=debug ⇒ modell=debug: is no key of this recipe; did you mean model?
 launch=slurm launch.extra.reservation=x ⇒ launch.extra.reservation=x: is no key of this recipe; new keys of launch.extra are added with a plus: +launch.extra.reservation=…
 tracker.tags=[a] ⇒ tracker.tags=[a]: is no key of this recipe; it belongs to another tracker: try tracker=wandb
-++training.foo=3 ⇒ training.foo=3: is no key of this recipe; keys of training: steps, seq_len, global_batch, microbatch, loss_chunk, max_gr…
 model=debgu ⇒ model=debgu: is no option of this group; try debug; known: debug, llama2_13b, llama2_34b, llama2_70b, llama2_7b, llama3…; see `titanlab train --help`
 +recipe=nope ⇒ recipe=nope: is no option of this group; known: llama2_13b_64gpus_32k, llama2_13b_64gpus_32k_cpu, llama2_13b…; see `titanlab train --help`
 training.steps.x=300 ⇒ training.steps.x=300: is no key of this recipe; did you mean training.steps?
@@ -48,12 +46,10 @@ hydra.foo=1 ⇒ hydra.foo=1: is no key of Hydra's; see `titanlab train --cfg hyd
 model.kind=gpt ⇒ model.kind=gpt: says which schema the group has, and it has that of llama; leave it out, and choose with model=…
 training.steps=abc ⇒ training.steps=abc: must be a whole number; try 1000
 training.steps=null ⇒ training.steps=null: must be a whole number; try 1000
-training.steps= ⇒ training.steps=: must be a whole number; try 1000
 world=1.0 ⇒ world=1.0: must be a whole number or null; try null
 optimizer.lr=fast ⇒ optimizer.lr=fast: must be a number; try 0.0003
 training.deterministic=maybe ⇒ training.deterministic=maybe: must be true or false; try false
 optimizer.betas=0.9 ⇒ optimizer.betas=0.9: must be a list of numbers; try [0.9,0.95]
-optimizer.betas=[a,b] ⇒ optimizer.betas=[a,b]: must be a list of numbers; try [0.9,0.95]
 name=[a] ⇒ name=[a]: must be text; try run
 optimizer.schedule=linear ⇒ optimizer.schedule=linear: has keys of its own; give them one by one: optimizer.schedule.warmup_steps=…
 'training={seq_len:x}' ⇒ training.seq_len=x: must be a whole number; try 512
@@ -64,12 +60,10 @@ training.steps ⇒ arguments=training.steps: is no override; write key=value; se
 'seed = 1' ⇒ arguments=seed = 1: cannot be read as an override; write key=value without spaces, the key as words with dots between them
 training.steps=[1 ⇒ training.steps=[1: cannot be read as an override; quote it: "training.steps='[1'"
 training.steps=100,200 ⇒ training.steps=100,200: is several values; add -m to run them all; a list is [100,200]
-seed=range(0,3) ⇒ seed=range(0,3): is several values; add -m to run them all
 ~model ⇒ model=???: has no value; give model=…
 ~training.steps ⇒ training.steps=: cannot be taken out; give it a value: training.steps=…
 ~nope ⇒ ~nope=: takes out what is not there; see `titanlab train --cfg job` for all keys
 +training.steps=300 ⇒ +training.steps=300: is in the recipe already; try training.steps=300
-+model=llama_5m ⇒ +model=llama_5m: is in the recipe already; try model=llama_5m
 =3 ⇒ arguments=3: is no option of a group; `titanlab train --help` lists them
 'training.steps=${nope}' ⇒ training.steps=${nope}: Interpolation key 'nope' not found; name a key as in ${model.dim}, or a resolver
 'training.steps=${name}' ⇒ training.steps=${name}: While dereferencing interpolation '${name}': Value 'run' of type 'str' could not be converted to Integer; name a key as in ${model.dim}, or a resolver
@@ -88,22 +82,21 @@ seed=range(0,3) ⇒ seed=range(0,3): is several values; add -m to run them all
 name=a/b ⇒ name=a/b: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try a-b
 sweep=.. ⇒ sweep=..: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try run
 name=xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx ⇒ name=xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try xxxxxxxxxxxxxxxxxx…
-seed=-1 ⇒ seed=-1: must lie in [0, 2⁶³); try 0
 seed=9223372036854775808 ⇒ seed=9223372036854775808: must lie in [0, 2⁶³); try 0
 repeat=-1 ⇒ repeat=-1: counts repetitions from 0; try 0
 training.steps=0 ⇒ training.steps=0: must be at least 1; try 1000
 training.validate_every=-1 ⇒ training.validate_every=-1: must not be negative; try 0
-training.max_grad_norm=nan ⇒ training.max_grad_norm=nan: must be positive; try 1.0, or null
+training.max_grad_norm=nan ⇒ training.max_grad_norm=nan: must be a positive number; try 1.0, or null
 optimizer.lr=inf ⇒ optimizer.lr=inf: must be positive and finite; try 3e-4
 optimizer.betas=[0.9] ⇒ optimizer.betas=[0.9]: must be two numbers in [0, 1); try [0.9,0.95]
 optimizer.weight_decay=-1 ⇒ optimizer.weight_decay=-1.0: must be finite and not negative; try 0.1
 optimizer.schedule.decay=step ⇒ optimizer.schedule.decay=step: is no decay; try linear, cosine, sqrt
 optimizer.schedule.floor=2 ⇒ optimizer.schedule.floor=2.0: must lie between 0 and 1; try 0.1
-cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: is no accelerator; try auto, cpu, cuda
+cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: no such choice; choose one of auto, cpu, cuda
 cluster.peak_tflops=nan ⇒ cluster.peak_tflops=nan: must be a positive number; try 989, or null
 launch.threads=0 ⇒ launch.threads=0: must be at least 1; try 1, or null
 data.vocab_size=1 ⇒ data.vocab_size=1: must be between 2 and 2147483648; try 2048
-tracker=wandb tracker.mode=on ⇒ tracker.mode=on: is no mode of wandb; try auto, online, offline, off
+tracker=wandb tracker.mode=on ⇒ tracker.mode=on: no such choice; choose one of auto, online, offline, off
 tracker=wandb tracker.project=a/b ⇒ tracker.project=a/b: must be 1 to 128 characters without / \ # ? % :; try tracker.project=titanlab
 parallelism.reshard_after_forward=maybe ⇒ parallelism.reshard_after_forward=maybe: no such choice; choose one of auto, always, never
 training.seq_len=99999999999999999999999 ⇒ training.seq_len=99999999999999999999999: must be at most 2,147,483,647; try 512
@@ -114,7 +107,7 @@ training.step_timeout_seconds=1e300 ⇒ training.step_timeout_seconds=1e+300: mu
 tracker=wandb tracker.finish_seconds=inf ⇒ tracker.finish_seconds=inf: must be a finite number; try 10.0
 model.norm_eps=0 ⇒ model.norm_eps=0.0: must lie between 0 and 1; try 1e-5
 model.rope_theta=1 ⇒ model.rope_theta=1.0: must be above 1; try 10000 (Llama 2) or 500000 (Llama 3)
-model.attention=fast ⇒ model.attention=fast: no such attention kernel; choose one of auto, flash, cudnn, efficient, math, flash3, flash_attn
+model.attention=fast ⇒ model.attention=fast: no such choice; choose one of auto, flash, cudnn, efficient, math, flash3, flash_attn
 recipe=quickstart ⇒ recipe=quickstart: is of a group that is not in every recipe; try +recipe=quickstart
 model.heads=3 ⇒ model.heads=3: must divide dim=64 into heads of even width; try 2 or 4
 model.kv_heads=3 ⇒ model.kv_heads=3: must divide 4 query heads; try 2 or 4
@@ -132,6 +125,8 @@ parallelism.pipeline=1000000 ⇒ parallelism.pipeline=1000000: 1f1b makes 100000
 parallelism.pipeline=2 training.global_batch=2000000000 ⇒ parallelism.pipeline=2: makes 2,000,000,000 microbatches of a step, in 2 stages: more than a schedule is made for; give a smaller training.global_batch, or a larger training.microbatch
 training.steps=100 optimizer.schedule.warmup_steps=200 ⇒ optimizer.schedule.warmup_steps=200: is more than the 100 steps of the run; try 10
 data.vocab_size=5000 ⇒ model.vocab_size=2048: is smaller than the 5000 tokens of the data's vocabulary; try model.vocab_size=5000
+parallelism.pipeline=2 model.layers=4 schedule=zbv parallelism.reduce_gradients=each ⇒ parallelism.reduce_gradients=each: needs gradients block by block, and zbv computes those of a stage at once; try last, or schedule=1f1b
+parallelism.reduce_gradients=first ⇒ parallelism.reduce_gradients=first: no such choice; choose one of auto, each, last
 parallelism.cpu_offload=true ⇒ parallelism.cpu_offload=true: moves sharded parameters, and nothing is sharded; try parallelism.shard=2
 parallelism=fsdp ⇒ parallelism.shard=-1: says 'the rest' of a world whose size is not given; try world=2, or parallelism.shard=2
 parallelism=fsdp world=3 ⇒ training.global_batch=8: must be a multiple of the 3 data-parallel processes; try 9
@@ -140,7 +135,6 @@ parallelism.shard=-1 parallelism.replicate=-1 world=4 ⇒ parallelism.replicate=
 parallelism.shard=0 ⇒ parallelism.shard=0: a degree is at least 1, or -1 for the rest; try 1
 parallelism=fsdp world=0 ⇒ world=0: must be at least 1; try 1, or null for the product of the degrees
 world=2 ⇒ world=2: the degrees make 1 (all are 1); try world=1, or a degree of -1 for the rest
-parallelism.shard=2 world=3 ⇒ world=3: the degrees make 2 (shard 2); try world=2, or a degree of -1 for the rest
 data=c4 data.streams=7 data.vocab_size=2048 parallelism=ddp world=2 ⇒ data.streams=7: must be a multiple of the 2 data-parallel processes; try 6 or 8
 runs= ⇒ runs=: names no folder; try runs
 runs=a-file/runs ⇒ runs=a-file/runs: cannot be written (a-file is no folder); give a folder of yours: try runs=~/runs
@@ -174,16 +168,10 @@ checkpoint.load_from=torn ⇒ checkpoint.load_from=torn/checkpoints/step-*******
 checkpoint.load_from=saved model.layers=3 ⇒ checkpoint.load_from=saved/checkpoints/step-********: is of another model: layers.2.attention_norm.weight is absent there and 64 here; choose the model that it was trained as
 checkpoint.load_from=saved training.steps=300 ⇒ training.steps=300: the checkpoint saved/checkpoints/step-******** is of step 300 already; try 600
 -m training.steps=300,0,200 ⇒ training.steps=0: must be at least 1; try 1000
--m training.stepz=1,2 ⇒ training.stepz=1,2: is no key of this recipe; did you mean training.steps?
 -m training.global_batch=8,6 parallelism=fsdp world=4 ⇒ training.global_batch=6: must be a multiple of the 4 data-parallel processes; try 8
 -m runs=a-file seed=0,1 ⇒ runs=a-file: cannot be written (a-file is no folder); give a folder of yours: try runs=~/runs
 -m runs=runs,runs2 ⇒ runs=runs,runs2: is one for the whole sweep; give one value, outside the space
-parallelism.tensor=0 ⇒ parallelism.tensor=0: a degree is at least 1, or -1 for the rest; try 1
-parallelism.context=two ⇒ parallelism.context=two: must be a whole number; try 1
-parallelism=fsdp parallelism.tensor=-1 world=4 ⇒ parallelism.shard=-1: only one degree may be -1, and parallelism.tensor is too; try parallelism.tensor=1
-parallelism=tp parallelism.pipeline=2 world=5 ⇒ world=5: the other degrees make 2, which does not divide it; try world=4
 parallelism.shard=2 parallelism.tensor=2 world=3 ⇒ world=3: the degrees make 4 (shard 2 × tensor 2); try world=4, or a degree of -1 for the rest
-parallelism=fsdp_tp_pp_pc world=16 ⇒ parallelism=fsdp_tp_pp_pc: is no option of this group; try fsdp_tp_pp_cp; known: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_cp, fsdp_t…
 parallelism.expert=2 ⇒ parallelism.expert=2: the model has no experts; try parallelism.expert=1
 parallelism.tensor=3 ⇒ parallelism.tensor=3: must divide 4 attention heads; try parallelism.tensor=1 or 2
 parallelism.tensor=4 ⇒ parallelism.tensor=4: must divide 2 key/value heads; try parallelism.tensor=1 or 2
@@ -195,11 +183,9 @@ parallelism.context=3 parallelism.tensor=2 training.seq_len=516 ⇒ parallelism.
 parallelism.async_tensor=true ⇒ parallelism.async_tensor=true: interleaves the collectives of tensor parallelism, and tensor=1; try false
 parallelism.async_tensor=true parallelism.tensor=2 ⇒ parallelism.async_tensor=true: needs symmetric memory between GPUs, and this runs on a CPU; try false
 parallelism.context=3 ⇒ training.seq_len=512: must be a multiple of 6: two chunks for each of 3 context-parallel processes; try 510
-parallelism.context=2 training.seq_len=6 ⇒ training.seq_len=6: must be a multiple of 4: two chunks for each of 2 context-parallel processes; try 8
 parallelism.context=2 parallelism.context_method=rings ⇒ parallelism.context_method=rings: no such choice; choose one of ring, all_gather
 parallelism.context=2 model.attention=math ⇒ model.attention=math: writes out all scores, and context=2 puts attention together of parts that are not; try auto
 parallelism.shard=2 parallelism.symmetric_memory=true ⇒ parallelism.symmetric_memory=true: is memory between GPUs, and this runs on a CPU; try false
-parallelism.pipeline=3 ⇒ parallelism.pipeline=3: 1f1b makes 3 stages of it, more than the 2 blocks of the model; try parallelism.pipeline=1 or 2, or a model of more blocks
 parallelism.pipeline=2 schedule=zbv ⇒ parallelism.pipeline=2: zbv makes 4 stages of it, more than the 2 blocks of the model; try parallelism.pipeline=1, or a schedule with fewer stages a rank
 parallelism.pipeline=2 model.tied_embeddings=true ⇒ parallelism.pipeline=2: the head is the embedding's table, which first and last stage would both have to own; try parallelism.pipeline=1, or model.tied_embeddings=false
 parallelism.split=[1,1] ⇒ parallelism.split=[1,1]: says where a pipeline is cut, and parallelism.pipeline=1; try null
@@ -209,15 +195,12 @@ parallelism.pipeline=2 parallelism.split=[-1,3] ⇒ parallelism.split=[-1,3]: mu
 parallelism.pipeline=2 parallelism.split=[layers.7] ⇒ parallelism.split=[layers.7]: the model has no piece layers.7; its pieces are tok_embeddings, layers.0, layers.1, norm, output
 parallelism.pipeline=2 parallelism.split=[layers.0,layers.1] ⇒ parallelism.split=[layers.0,layers.1]: must name a piece for each of the 1 stages after the first, and names 2; try null for a balanced split
 parallelism.pipeline=3 model.layers=4 parallelism.split=[layers.3,layers.1] ⇒ parallelism.split=[layers.3,layers.1]: stage 1 would begin with layers.3 and end before layers.1; name pieces in the order of the forward pass, each once, or null for a balanced split
-parallelism.pipeline=2 parallelism.split=[tok_embeddings] ⇒ parallelism.split=[tok_embeddings]: stage 0 would begin with tok_embeddings and end before tok_embeddings; name pieces in the order of the forward pass, each once, or null for a balanced split
 parallelism.pipeline=2 parallelism.split=2 ⇒ parallelism.split=2: must be a list of texts or null; try null
 parallelism.pipeline=2 model.layers=4 schedule=zero_bubble ⇒ schedule=zero_bubble: is no option of this group; try interleaved_zero_bubble; known: 1f1b, csv, dualpipe_v, gpipe, interleaved_1f1b, interleaved_…
 parallelism.pipeline=2 model.layers=4 schedule=1f1b schedule.stages_per_rank=2 ⇒ schedule.stages_per_rank=2: is no key of this recipe; it belongs to another schedule: try schedule=dualpipe_v
 parallelism.pipeline=2 model.layers=4 schedule=interleaved_1f1b schedule.stages_per_rank=0 ⇒ schedule.stages_per_rank=0: every rank has at least one stage; try 2
 parallelism.pipeline=2 model.layers=4 schedule=zbv schedule.stages_per_rank=3 ⇒ schedule.stages_per_rank=3: stages go through the ranks there and back, two a rank; try 2, or schedule=interleaved_zero_bubble
-parallelism.pipeline=2 model.layers=4 schedule=interleaved_1f1b schedule.stages_per_rank=4 ⇒ parallelism.pipeline=2: interleaved_1f1b makes 8 stages of it, more than the 4 blocks of the model; try parallelism.pipeline=1, or a schedule with fewer stages a rank
 parallelism.pipeline=2 model.layers=4 schedule=dualpipe_v training.microbatch=4 ⇒ schedule=dualpipe_v: needs at least 4 microbatches, one for each of its stages, and a step has 2; try schedule=zbv, or training.global_batch times 2
-parallelism.pipeline=2 model.layers=4 schedule=dualpipe_v training.global_batch=2 ⇒ schedule=dualpipe_v: needs at least 4 microbatches, one for each of its stages, and a step has 2; try schedule=zbv, or training.global_batch times 2
 parallelism.pipeline=2 model.layers=4 schedule=csv ⇒ schedule.file=: names no file; write one with `titanlab schedule 1f1b --csv my.csv`: schedule.file=my.csv
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=nope.csv ⇒ schedule.file=nope.csv: cannot be read (No such file or directory); give a CSV, say of `titanlab schedule 1f1b --csv my.csv`
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=empty.csv ⇒ schedule.file=empty.csv: has no action; give it one line a rank, with cells like 0F0,0B0
@@ -227,12 +210,14 @@ parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=deadlock.csv �
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=torn.csv ⇒ schedule.file=torn.csv: line 2, cell 3: 0F1: stage 0 is on rank 0 already; each stage runs each microbatch F and B once (or F, I and W) on one rank, and after what it needs
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=one-rank.csv ⇒ schedule.file=one-rank.csv: has 1 lines, one a rank, and the pipeline has 2 ranks; try parallelism.pipeline=1, or schedule=1f1b
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=halves.csv ⇒ schedule.file=halves.csv: is for 1 microbatch a step, and a step has 8; try training.microbatch times 8, or schedule=1f1b
-+recipe=early --config-dir conf ⇒ override /precision=bf16: comes before what it is to override; put what overrides at the end of the defaults of recipe/early.yaml
++recipe=early --config-dir conf ⇒ recipe=early: cannot be composed (Override 'precision : bf16' is defined before 'model: debug'); mend recipe/early.yaml
 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
-seed=3 +recipe=again --config-dir conf ⇒ model=llama_2m: is chosen in a second defaults list, without override; write - override /model: … there, at the end of the defaults
++recipe=empty --config-dir conf ⇒ defaults=: x: names no group: conf/recipe/empty.yaml; write GROUP: OPTION
++recipe=nobody --config-dir conf ⇒ defaults=: x: names no group: conf/recipe/nobody.yaml; write GROUP: OPTION
++recipe=slash --config-dir conf ⇒ defaults=/: x: names no group: conf/recipe/slash.yaml; write GROUP: OPTION
++recipe=word --config-dir conf ⇒ defaults=override : x: names no group: conf/recipe/word.yaml; write GROUP: OPTION
 +recipe=keys --config-dir conf ⇒ recipe=keys: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/keys.yaml: # @package _global_
 +recipe=chosen --config-dir conf ⇒ recipe=chosen: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/chosen.yaml: # @package _global_
-seed=1 +recipe=added --config-dir conf ⇒ recipe=added: has its keys below recipe, which is no key of a recipe; make this the first line of recipe/added.yaml: # @package _global_
 +experiment=mine --config-dir conf ⇒ experiment=mine: has its keys below experiment, which is no key of a recipe; make this the first line of experiment/mine.yaml: # @package _global_
 model=llama_2m tracker=[wandb,tensorbord] ⇒ tracker=tensorbord: is no option of this group; try tensorboard; known: jsonl, tensorboard, wandb
 model=llama_2m tracker=[] ⇒ tracker=[]: is no list of options; known: jsonl, tensorboard, wandb; for none: tracker=jsonl
@@ -262,12 +247,12 @@ hydra.job.name_of_it=x ⇒ hydra.job.name_of_it=x: is a setting of Hydra's that 
 'hydra.searchpath=[pkg://antigravity]' ⇒ hydra.searchpath=pkg://antigravity: would import a module, and a config never runs code; give a folder, or install a package with options: docs/models-of-your-own.md
 'name=${oc.env:STRANGE}' ⇒ name=${oc.env:STRANGE}: a variable of the environment may be a secret, and recipes are written down and sent to trackers; give the value itself; docs/configuration.md lists what may be read
 training.seq_len=0 ⇒ training.seq_len=0: must be at least 1; try 512
-training.on_nan=ignore ⇒ training.on_nan=ignore: is none of stop, skip, rollback; try stop
-training.unmeasured_steps=-1 ⇒ training.unmeasured_steps=-1: must not be negative; try 0
+training.on_nan=ignore ⇒ training.on_nan=ignore: no such choice; choose one of stop, skip, rollback
+training.unmeasured_steps=-1 ⇒ training.unmeasured_steps=-1: must not be negative; try 3
 training.step_timeout_seconds=-0.5 ⇒ training.step_timeout_seconds=-0.5: must not be negative; try 600, 0 for no limit, or null
-training.first_step_timeout_seconds=0.0 ⇒ training.first_step_timeout_seconds=0.0: must be positive; try 600, or null for no limit
+training.first_step_timeout_seconds=0.0 ⇒ training.first_step_timeout_seconds=0.0: must be a positive number; try 600, or null for no limit
 training.microbatch=0 ⇒ training.microbatch=0: must be at least 1; try 1, or null for all
-training.loss_chunk=-2 ⇒ training.loss_chunk=-2: is a number of tokens; try 1024, 0 for whole logits, or -1 to choose by their size
+training.loss_chunk=-2 ⇒ training.loss_chunk=-2: must be at least -1; try 1024, 0 for whole logits, or -1 to choose by their size
 cluster.nodes=-1 ⇒ cluster.nodes=-1: must be at least 1; try 8, or null
 cluster.link_gb_per_second=nan ⇒ cluster.link_gb_per_second=nan: must be a positive number; try 450, or null
 cluster.allocator_excess=inf ⇒ cluster.allocator_excess=inf: must be a positive number; try 1.2, or null
@@ -287,17 +272,13 @@ tracker.wandb.project=3 ⇒ tracker.wandb.project=3: is a key only where a list 
 tracker.wandb.zzz=1 ⇒ tracker.wandb.zzz=1: is no key of this recipe; keys of tracker.wandb: kind, mode, project, entity, group, tags, finish_seconds, qu…
 model.experts=4 ⇒ model.experts=4: is no key of this recipe; it belongs to another model: try model=mixtral
 steps=3 ⇒ steps=3: is no key of this recipe; did you mean profiler.steps or training.steps?
-every=1 ⇒ every=1: is no key of this recipe; did you mean ac.every or checkpoint.every or profiler.every?
 hydra.sweeper.where=3 ⇒ hydra.sweeper.where=3: is a key of a sweep's file; add hydra/sweeper=space to have hydra.sweeper.where
 lr_scheduler.lr_min=0.1 ⇒ lr_scheduler.lr_min=0.1: is no key of this recipe; torchtitan's lr_scheduler.lr_min is optimizer.schedule.floor here
 training.global_batch_size=3 ⇒ training.global_batch_size=3: is no key of this recipe; did you mean training.global_batch?
-lr_scheduler.warmup_steps=3 ⇒ lr_scheduler.warmup_steps=3: is no key of this recipe; did you mean optimizer.schedule.warmup_steps?
-launch.environment.A=x ⇒ launch.environment.A=x: is no key of this recipe; new keys of launch.environment are added with a plus: +launch.environment.A=…
 name='${oc.env:STRANGE,x}' ⇒ name=${oc.env:STRANGE}: a variable of the environment may be a secret, and recipes are written down and sent to trackers; give the value itself; docs/configuration.md lists what may be read
 name='${oc.decode:"{a: 1}"}' ⇒ name=${oc.decode:"{a: 1}"}: cannot be read as an override; quote it: "name='${oc.decode:"{a: 1}"}'"
 name='${oc.create:{a: 1}}' ⇒ name=${oc.create:{a: 1}}: cannot be read as an override; quote it: "name='${oc.create:{a: 1}}'"
 a=b=c( ⇒ a=b=c(: cannot be read as an override; quote it: "a='b=c('"
-model=1e5 ⇒ model=1e5: is no option of this group; known: debug, llama2_13b, llama2_34b, llama2_70b, llama2_7b, llama3…; see `titanlab train --help`
 name='???' ⇒ name=???: has no value; give name=…
 data.document_mask=true model=llama_2m model.attention=cudnn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=cudnn: has no form for documents with context=1, and data.document_mask is on; try auto
 launch=slurm cluster=h100 model.attention=flash ⇒ model.attention=flash: computes in 16 bits only on a GPU; try precision=bf16, or auto
@@ -312,18 +293,36 @@ launch=slurm cluster=h100 parallelism.shard=2 parallelism.symmetric_memory=true 
 launch=slurm cluster=h100 parallelism.shard=2 parallelism.tensor=2 compile=block parallelism.symmetric_memory=true parallelism.async_tensor=true ⇒ parallelism.symmetric_memory=true: is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process; try false, or parallelism.async_tensor=false
 parallelism.context=2 model.attention=flash_attn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=flash_attn: is no kernel of torch's, of which context=2 puts attention together; try auto or flash
 model=mixtral_debug parallelism.expert=0 ⇒ parallelism.expert=0: a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing; try 1
-model=mixtral_debug parallelism.expert=-1 parallelism.shard=2 ⇒ parallelism.expert=-1: a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing; try 1
 model=mixtral_debug parallelism.expert=2 ⇒ parallelism.expert=2: must divide the 1 processes of shard · context · tensor; try parallelism.expert=1
 model=mixtral_debug parallelism.expert=3 parallelism.shard=3 training.global_batch=9 ⇒ parallelism.expert=3: must divide the 4 experts; try parallelism.expert=1
 model=mixtral_debug parallelism.expert=2 parallelism.tensor=2 parallelism.sequence_parallel=false ⇒ parallelism.expert=2: needs tokens that are divided among the processes of the tensor axis, and sequence_parallel=false; try parallelism.sequence_parallel=true
 model=mixtral_debug parallelism.expert=2 parallelism.tensor=2 model.balance=auxiliary_sequence ⇒ model.balance=auxiliary_sequence: counts by sequence, and with tensor > 1 and expert > 1 each process routes a part of the tokens; try auxiliary_batch or bias
-model=mixtral_debug parallelism.expert=4 parallelism.shard=6 training.global_batch=12 ⇒ parallelism.expert=4: must divide the 6 processes of shard · context · tensor; try parallelism.expert=1 or 2
 parallelism.tensor=2 parallelism.loss_parallel=false training.loss_chunk=64 ⇒ training.loss_chunk=64: loss_parallel=false gathers whole logits; try 0, or parallelism.loss_parallel=true
 training.on_nan=rollback checkpoint.every=0 ⇒ training.on_nan=rollback: goes back to a checkpoint, and checkpoint.every=0 saves none on the way; try checkpoint.every=100, or training.on_nan=skip
 launch=slurm cluster=h100 training.check_every=3 ⇒ training.check_every=3: compares bits, and without training.deterministic=true kernels of a GPU may give others each time; set that too, or try 0
-parallelism=fsdpp ⇒ parallelism=fsdpp: is no option of this group; try fsdp; known: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_cp, fsdp_t…
 -m model=llama_2m 'tracker=[wandb,nope],jsonl' ⇒ tracker=nope: is no option of this group; known: jsonl, tensorboard, wandb
 launch=slurm cluster=local ⇒ cluster.accelerator=auto: is whatever this host has, and launch=slurm runs elsewhere; name the nodes: cluster=h100, cluster=cpu or one of your own (docs/clusters.md)
+launch.restarts=-1 ⇒ launch.restarts=-1: must not be negative…
+launch.restarts=1 launch.min_world=0 ⇒ launch.min_world=0: must be at least 1…
+launch.min_world=2 ⇒ launch.min_world=2: says how small a restarted run may become, and launch.restarts=0…
+launch.at_once=0 ⇒ launch.at_once=0: must be at least 1…
+cluster.per_node=0 ⇒ cluster.per_node=0: must be at least 1…
+cluster.memory_gb=-1 ⇒ cluster.memory_gb=-1.0: must be a positive number…
+launch=slurm launch.minutes=0 ⇒ launch.minutes=0: must be at least 1; try 60, or null
+launch=slurm launch.signal_seconds=0 ⇒ launch.signal_seconds=0: must be at least 1; try 120
+launch=slurm launch.minutes=2 ⇒ launch.signal_seconds=120: leaves nothing of the 2 minutes that a job has; try 20…
+launch=slurm launch.memory_gib=nan ⇒ launch.memory_gib=nan: must not be negative…
+launch=slurm launch.max_requeues=-1 ⇒ launch.max_requeues=-1: must not be negative…
+launch=slurm launch.cpus_per_task=-1 ⇒ launch.cpus_per_task=-1: must be at least 1; try 8, or null
+launch=slurm launch.array_parallelism=0 ⇒ launch.array_parallelism=0: must be at least 1; try 8, or null
+launch=slurm "launch.partition=' '" ⇒ launch.partition=…: must be a name…
+launch=slurm launch.python= ⇒ launch.python=: must be a name…
+launch=slurm +launch.environment.A-B=x ⇒ launch.environment=A-B: is no name of a variable…
+launch=slurm +launch.extra.ntasks_per_node=1 ⇒ launch.extra.ntasks_per_node=1: is titanlab's own…
+launch=slurm +launch.extra.job-name=x ⇒ launch.extra.job-name=x: is titanlab's own…
+launch=slurm "+launch.extra={time 5:x}" ⇒ launch.extra=time 5: is no flag of sbatch; write it long, without the dashes
+launch=slurm +launch.extra.exclusive=yes ⇒ launch.extra.exclusive=yes: is text, and … takes none; try true
+launch=slurm +launch.extra.use_min_nodes=Off ⇒ launch.extra.use_min_nodes=Off: is text, and … takes none; try false
 RANK=x WORLD_SIZE=4 ⇒ RANK=x: must be a whole number…
 RANK=0 WORLD_SIZE=4 ⇒ MASTER_PORT=null: is not set…
 RANK=0 WORLD_SIZE=4 MASTER_PORT=99999 ⇒ MASTER_PORT=99999: is not a port…
@@ -334,7 +333,6 @@ RANK=0 WORLD_SIZE=6 MASTER_PORT=1 parallelism=fsdp_tp_pp ⇒ WORLD_SIZE=6: the o
 RANK=0 WORLD_SIZE=4 MASTER_PORT=1 parallelism=tp ⇒ parallelism.tensor=4: must divide 2 key/value heads; try parallelism.tensor=1 or 2
 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=x ⇒ SLURM_STEP_NUM_TASKS=x: must be a whole number…
 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 ⇒ SLURM_PROCID=null: is not set…
-TITANLAB_CACHE=a-file data=files data.files=text.txt data.vocab_size=340 ⇒ TITANLAB_CACHE=a-file: cannot be written…export TITANLAB_CACHE=…
 TITANLAB_CACHE=a-file/x data=files data.files=text.txt data.vocab_size=340 ⇒ TITANLAB_CACHE=a-file/x: cannot be written…export TITANLAB_CACHE=…
 training.steps=0 --cfg job ⇒ training.steps=0: must be at least 1; try 1000
 +foo=3 --cfg job ⇒ foo=3: is no key of this recipe; see `titanlab train --cfg job` for all keys
@@ -408,11 +406,11 @@ all --csv x.csv ⇒ --csv=x.csv: holds one schedule; name it instead of all: tit
 1f1b --ranks 99999999999999999999 ⇒ --ranks=99999999999999999999: must be at most 9,223,372,036,854,775,807; see `titanlab schedule --help`
 """,
     "export": r"""
-hub --into out --format dcp --force ⇒ --force=true: is of --format hf or titanlab, and the format is dcp; leave it out
-hub --into out --format dcp --shard-size 1GB ⇒ --shard-size=1GB: is of --format hf or titanlab, and the format is dcp; leave it out
-hub --into out --format dcp --name x ⇒ --name=x: is of --format titanlab, and the format is dcp; leave it out
-hub --into out --name x ⇒ --name=x: is of --format titanlab, and the format is hf; leave it out
-hub --into out --names torchtitan ⇒ --names=torchtitan: is of --format dcp, and the format is hf; leave it out
+hub --into out --format dcp --force ⇒ --force=true: applies to --format hf or titanlab, and the format is dcp; leave it out
+hub --into out --format dcp --shard-size 1GB ⇒ --shard-size=1GB: applies to --format hf or titanlab, and the format is dcp; leave it out
+hub --into out --format dcp --name x ⇒ --name=x: applies to --format titanlab, and the format is dcp; leave it out
+hub --into out --name x ⇒ --name=x: applies to --format titanlab, and the format is hf; leave it out
+hub --into out --names torchtitan ⇒ --names=torchtitan: applies to --format dcp, and the format is hf; leave it out
 run --into out --shard-size 1e400GB ⇒ --shard-size=1e400GB: is no size of a file; try 5GB
 toy --name x ⇒ arguments=toy --name x: the following arguments are required: --into; see `titanlab export --help`
 toy --step 9 --into out ⇒ --step=9: the run has no whole checkpoint of this step; it has 3
@@ -424,13 +422,17 @@ nope --into out ⇒ run=nope: fits no run under runs; try single/…
 --clear n1 --all ⇒ --clear=n1: is one host, and --all is given; leave one of the two out
 """,
     "retry": r"""
-layouts --outcome oom --all-failed ⇒ --outcome=oom: is one of those of --all-failed; leave one of the two out
+layouts --outcome oom --all-failed ⇒ --outcome=oom: is included in --all-failed; leave one of the two out
 layouts --outcome , ⇒ arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name runs
 layouts --outcome oom,fire ⇒ --outcome=fire: is no outcome; known: oom, hang, nan, crash, preempted, walltime, node_fail, cance…
 layouts nonesuch ⇒ run=nonesuch: fits no run of sweep layouts; try new-********
+layouts --outcome done ⇒ --outcome=done: is done…
+layouts --outcome oom precision=bf16 ⇒ precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node…
+layouts --outcome oom launch.kind=slurm ⇒ launch.kind=slurm: would be another launcher…
+layouts --outcome oom launch.at_once=soon ⇒ launch.at_once=soon: …
 """,
     "best": r"""
-layouts --by speed ⇒ --by=speed: is no figure to rank by; known: tps, mfu, memory
+layouts --by speed ⇒ --by=speed: runs cannot be ranked by it; known: tps, mfu, memory
 layouts --max-memory 0 ⇒ --max-memory=0.0: must be a number of GiB above 0; try --max-memory 76
 layouts --max-memory much ⇒ --max-memory=much: must be a number; see `titanlab best --help`
 nothing ⇒ sweep=nothing: is no sweep under runs; try single
@@ -452,18 +454,19 @@ launch=nowhere ⇒ launch=nowhere: is no option of this group; known: local, slu
 """,
     "report": r"""
 nope ⇒ sweep=nope: is no sweep under runs; try single
-layouts --into a-file ⇒ --into=a-file: is a file, and its name has not the ending .html; try a-file.html
+layouts --into a-file ⇒ --into=a-file: must end in .html; try a-file.html
 layouts --into a-file/a.html ⇒ --into=a-file: cannot be made…
 layouts --figures a-file/a ⇒ --figures=a-file/a: cannot be made…
-layouts --format svg ⇒ --format=svg: is that of figures; add --figures FOLDER
+layouts --format svg ⇒ --format=svg: is the format of figures; add --figures FOLDER
 layouts --by colour ⇒ arguments=layouts --by colour: argument --by: invalid choice: 'colour' …; see `titanlab report --help`
 """,
     "plan": r"""
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 --top 0 ⇒ --top=0: must lie in 1 to 1,000; try 20
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 --top many ⇒ --top=many: must be a whole number; see `titanlab plan --help`
-+recipe=llama3_1_8b_8gpus cluster=h100 world=8 --vary optimizer ⇒ --vary=optimizer: cannot be varied; try precision or compile; all else varies anyway
++recipe=llama3_1_8b_8gpus cluster=h100 world=8 --vary optimizer ⇒ --vary=optimizer: cannot be varied; try precision, compile or cluster=h100,h200; all else varies anyway
++recipe=llama3_1_8b_8gpus cluster=h100 --vary cluster ⇒ --vary=cluster: names no machines; try cluster=a100_80gb,h100,h200
 +recipe=llama3_1_8b_8gpus cluster=h100 world=0 ⇒ world=0: must be at least 1; try world=8
-+recipe=llama3_1_8b_8gpus cluster=h100 world=8 cluster=local ⇒ cluster.device=null: names no GPU, and a plan is for machines whose facts are known; name one, such as cluster=h100 or cluster=cpu
++recipe=llama3_1_8b_8gpus cluster=h100 world=8 cluster=local ⇒ cluster.device=null: names no GPU, and a plan is for machines whose facts are known; name one, such as cluster=h100
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 --plot a.svg ⇒ --plot=a.svg: draws the timeline of one recipe; add --explain
 +recipe=llama3_1_8b_8gpus cluster=h100 --explain --why ⇒ --explain=true: is about one recipe, and --why about many; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --explain --top 3 ⇒ --explain=true: is about one recipe, and --top about many; leave one out
@@ -473,12 +476,12 @@ layouts --by colour ⇒ arguments=layouts --by colour: argument --by: invalid ch
 +recipe=llama3_1_8b_8gpus cluster=h100 world=8 training.seq_len=4096,8192 ⇒ training.seq_len=4096,8192: is several values; add -m to run them all; a list is [4096,8192]
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --rank one ⇒ --rank=one: must be whole numbers with commas between them; try --rank 0
 +recipe=llama3_1_8b_8gpus cluster=h100 --rank 0 ⇒ --rank=0: names ranks that are traced; add --trace
-+recipe=llama3_1_8b_8gpus cluster=h100 --trace --explain ⇒ --trace=true: has an answer of its own, and so has --explain; leave one out
++recipe=llama3_1_8b_8gpus cluster=h100 --trace --explain ⇒ --trace=true: prints another answer than --explain; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --why ⇒ --trace=true: is about one recipe, and --why about many; leave one out
 +recipe=llama3_1_8b_8gpus cluster=h100 --trace --vary compile ⇒ --trace=true: is about one recipe, and --vary about many; leave one out
 --calibrate nothing ⇒ sweep=nothing: is no sweep under runs; try single
 --calibrate layouts --measure ⇒ --calibrate=layouts: takes runs, and --measure a new job; leave one out
---calibrate layouts --why ⇒ --calibrate=layouts: makes no plan, which --why is about; leave it out
+--calibrate layouts --why ⇒ --calibrate=layouts: makes no plan, and --why is about one; leave it out
 --calibrate layouts cluster=h100 ⇒ arguments=cluster=h100: is not for --calibrate, which takes recipes and cluster from the runs; leave it out
 --calibrate ⇒ arguments=--calibrate: argument --calibrate: expected one argument; see `titanlab plan --help`
 cluster=cpu --out cluster/a.yaml ⇒ --out=cluster/a.yaml: belongs to --calibrate or --measure; leave it out, or add --calibrate SWEEP
@@ -488,15 +491,15 @@ cluster=cpu --runs runs ⇒ --runs=runs: belongs to --calibrate; leave it out, o
 --calibrate layouts --out cluster/h100.yaml ⇒ --out=cluster/h100.yaml: has the name of a cluster that titanlab brings, and cluster=h100 would mean that one; try cluster/my_h100.yaml
 --calibrate layouts --out /proc/cluster/cores.yaml ⇒ --out=/proc/cluster/cores.yaml: cannot be written: No such file or directory; choose another folder, or make room
 --calibrate layouts --out conf/cluster/own.yaml ⇒ --out=conf/cluster/own.yaml: is a file that titanlab has not written; give another name
---calibrate layouts --top 3 ⇒ --calibrate=layouts: makes no plan, which --top is about; leave it out
---measure --trace ⇒ --measure=true: makes no plan, which --trace is about; leave it out
---measure --explain ⇒ --measure=true: makes no plan, which --explain is about; leave it out
+--calibrate layouts --top 3 ⇒ --calibrate=layouts: makes no plan, and --top is about one; leave it out
+--measure --trace ⇒ --measure=true: makes no plan, and --trace is about one; leave it out
+--measure --explain ⇒ --measure=true: makes no plan, and --explain is about one; leave it out
 --measure --runs runs ⇒ --runs=runs: belongs to --calibrate; write runs=runs
---measure model=llama_5m ⇒ --measure=model=llama_5m: is the measurement's own: it trains no recipe; give only cluster, launch, world and runs
+--measure model=llama_5m ⇒ --measure=model=llama_5m: is set by the measurement, which trains no recipe; give only cluster, launch, world and runs
 --measure launch=local,slurm ⇒ launch=local,slurm: is several values; add -m to run them all
 --measure launch=slurm cluster=local ⇒ world=null: is not known: the cluster does not say how many processes a node takes; give world=8, or a cluster such as cluster=h100
 --measure --out x.yaml ⇒ --out=x.yaml: must lie in a folder named cluster, so that --config-dir finds it; try cluster/x.yaml
---measure profiler.seconds=0 ⇒ profiler.seconds=0.0: must be a positive number of seconds; try 0.2
+--measure profiler.seconds=0 ⇒ profiler.seconds=0.0: must be a positive number; try 0.2
 """,
     "logs": r"""
 bad --grep '(' ⇒ --grep=(: is no regular expression (missing ), unterminated subpattern at position 0); put \ before ( [ { * + ?
@@ -515,15 +518,15 @@ trian ⇒ verb=trian: there is no such verb; try train; known: train, sweep, pla
 --verbose ⇒ verb=--verbose: there is no such verb; known: train, sweep, plan, parity, rehearse, status, logs, diagnose…
 """,
     "completion": r"""
-fish ⇒ completion=fish: is no shell that is known here; try bash (in zsh, run bashcompinit first)
+fish ⇒ completion=fish: is not a known shell; try bash (in zsh, run bashcompinit first)
 """,
     "tokenize": r"""
 ⇒ arguments=: the following arguments are required: files, folder; see `titanlab tokenize --help`
 'nope/*.txt' out ⇒ files=nope/*.txt: matches no file; check the path, and quote a pattern, so that no shell expands it
-text.txt a-file ⇒ folder=a-file: is there already; name another, or remove it
+text.txt a-file ⇒ folder=a-file: exists already; name another, or remove it
 text.txt out --vocab-size few ⇒ --vocab-size=few: must be a whole number; see `titanlab tokenize --help`
 text.txt out --tokenizer foreign.model ⇒ --tokenizer=foreign.model: is no SentencePiece model; give a .model or tokenizer.json
-corpus.txt shards --tokenizer t.model --vocab-size 2048 ⇒ --vocab-size=2048: is of a tokenizer that is trained, and --tokenizer names one that has its size; leave one of them out
+corpus.txt shards --tokenizer t.model --vocab-size 2048 ⇒ --vocab-size=2048: applies to a tokenizer that is trained, and --tokenizer names one; leave one of them out
 """,
     "download-tokenizer": r"""
 ⇒ arguments=: the following arguments are required: repo; see `titanlab download-tokenizer --help`
@@ -534,8 +537,8 @@ nothing ⇒ source=nothing: there is no such folder; give a folder of Hugging Fa
 theirs --model debug --into ours --name mine ⇒ --model=debug: is for a folder with .metadata only; theirs names its model itself; leave it out
 theirs model.dim=3 --into ours --name mine ⇒ model.KEY=VALUE=model.dim=3: is for a folder with .metadata only; theirs names its model itself; leave it out
 theirs ours ⇒ model.KEY=VALUE=ours: is for a folder with .metadata only; theirs names its model itself; for the new folder, try --into ours
-theirs --into ours --name null ⇒ --name=null: as model=NAME is no model; try null_imported
-theirs --into ours --name NULL ⇒ --name=NULL: as model=NAME is no model; try NULL_imported
+theirs --into ours --name null ⇒ --name=null: cannot be chosen: model=null means no model; try null_imported
+theirs --into ours --name NULL ⇒ --name=NULL: cannot be chosen: model=null means no model; try NULL_imported
 """,
     "sync": r"""
 ⇒ arguments=: the following arguments are required: RUN | SWEEP; see `titanlab sync --help`
@@ -570,15 +573,30 @@ bad --what temporary,data-cache ⇒ --what=temporary,data-cache: data-cache is o
 --runs a-file ⇒ --runs=a-file: is no folder; name the folder of runs
 """,
     "sweep": r"""
-⇒ arguments=: say nothing of what to sweep; try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps
+⇒ arguments=: do not say what to sweep; try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps
 +sweeps=nope ⇒ sweeps=nope: is no option of this group; known: ac_memory, cpu_1d_to_4d, cpu_calibration, llama3_405b_512gpu…
+seed=1,2 ++seed=3,4 ⇒ seed=3,4: is swept twice; …
+seed=1,2 seed=7 ⇒ seed=7: is one value for all points…
+seed=1,1 ⇒ space.product.seed=1: is there twice; …
+seed=1,1.0 ⇒ seed=1.0: must be a whole number; …
+seed=range(0,10,nan) ⇒ seed=range(0,10,nan): has no end of values, or none at all; …
+seed=glob(*) ⇒ seed=glob(*): fits no value; …
+"=1,2" ⇒ space.product=: is no key of a recipe; …
+training.steps.x=1,2 ⇒ training.steps.x=1,2: is no key of this recipe; did you mean training.steps?
+sweeps=a,b ⇒ sweeps=a,b: is one for the whole sweep; …
+optimizer.schedule=3,4 ⇒ optimizer.schedule=3: has keys of its own; …
+hydra/sweeper=space seed=1,2 hydra.sweeper.repeats=true ⇒ repeats=true: must be a whole number, at least 1; …
+hydra/sweeper=space seed=1,2 hydra.sweeper.repeats=1001 ⇒ repeats=1001: is more than 1000; …
+hydra/sweeper=space seed=1,2 hydra.sweeper.where=[null] ⇒ where=null: is no condition; …
+seed=1,2 hydra.sweeper=null ⇒ hydra.sweeper=null: takes away what titanlab reads a sweep with; …
+seed=1,2 ~hydra.launcher._target_ ⇒ hydra.launcher._target_=: would run the points by itself…
 seed=1 --wait --dry-run ⇒ --dry-run=true: submits nothing to wait for (--wait); leave one out
 seed=0,1 --keep --prune ⇒ --prune=true: excludes --keep; leave one out
-seed=0,1 --json --wait ⇒ --json=true: has no table, which --wait shows; leave one out
+seed=0,1 --json --wait ⇒ --json=true: prints no table, and --wait shows one; leave one out
 +hydra.callbacks.x._target_=os.system seed=0,1 ⇒ hydra.callbacks.x._target_=os.system: names code, and a config never runs any; leave it out; code comes as an option of a package: docs/models-of-your-own.md
 """,
     "parity": r"""
-⇒ arguments=: say nothing of what to prove; try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs
+⇒ arguments=: do not say what to prove; try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs
 nope ⇒ sweep=nope: is no sweep under runs; try single
 --cfg job ⇒ arguments=--cfg job: name no recipe; try +recipe=quickstart, or +sweeps=NAME
 quickstart "+recipe=quickstart parallelism=fsdp world=2 seed=1" ⇒ seed=1: cannot be compared with +recipe=quickstart, which has seed=0; compare recipes that differ in layout or technique only
@@ -587,21 +605,17 @@ quickstart "+recipe=quickstart seed=1,2" ⇒ recipe=+recipe=quickstart seed=1,2:
 quickstart nonesuch ⇒ recipe=nonesuch: is neither a run nor a recipe; try +recipe=NAME, or name two runs (--runs FOLDER)
 quickstart "+recipe=quickstart 'world=2" ⇒ recipe=+recipe=quickstart 'world=2: cannot be read (No closing quotation); try '+recipe=quickstart world=2'
 good "+recipe=quickstart seed=1" ⇒ run=+recipe=quickstart seed=1: is no finished run, and good is one; compare two runs, or two recipes
-good over --steps=5 ⇒ --steps=5: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
-good over --processes=2 ⇒ --processes=2: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
-good over --only=fsdp ⇒ --only=fsdp: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
-good over --inductor ⇒ --inductor=true: is for recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
+good over --steps=5 ⇒ --steps=5: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
+good over --inductor ⇒ --inductor=true: applies to recipes, which are trained; finished runs are compared as they were logged; leave it out, or give two recipes
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
-nope seed=1 ⇒ recipe=nope: is no recipe and no sweep of conf; try +recipe=quickstart
+nope seed=1 ⇒ recipe=nope: is neither a recipe nor a sweep of conf; try +recipe=quickstart
 quickstart --steps 0 ⇒ --steps=0: must lie in 1 to 100; try 3
 quickstart --processes 0 ⇒ --processes=0: must lie in 1 to 256; try 16
 """,
     "rehearse": r"""
-⇒ arguments=: say nothing of what to rehearse; try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep
+⇒ arguments=: do not say what to rehearse; try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep
 nope ⇒ sweep=nope: is no sweep under runs; try single
 +sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
-quickstart --steps 101 ⇒ --steps=101: must lie in 1 to 100; try 3
-quickstart --processes 300 ⇒ --processes=300: must lie in 1 to 256; try 16
 quickstart --keep a-file ⇒ --keep=a-file: cannot be made (File exists); give a folder of yours
 quickstart --keep conf ⇒ --keep=conf: has files already; give an empty folder, or a new one
 """,

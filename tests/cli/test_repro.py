@@ -194,7 +194,7 @@ def test_a_folder_that_is_there_is_refused(made, call, tmp_path):
     (tmp_path / "out" / "mine").write_text("x")
     code, _, err = call(run)
     assert (code, (tmp_path / "out" / "mine").read_text()) == (2, "x")
-    assert "is there already; give a new folder" in err
+    assert "exists already; give a new folder" in err
 
 
 def test_a_dry_run_needs_no_folder(made, call, tmp_path):

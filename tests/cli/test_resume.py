@@ -71,11 +71,8 @@ def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, s
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("parallelism.shard=5", "training.global_batch=12: a run keeps it, and it must be a multiple of the 5"),
-        ("parallelism.tensor=3", "parallelism.tensor=3: "),
         ("parallelism.shard=12 parallelism.context=2 cluster.nodes=1", "world=24: is more than the cluster's 1 nodes"),
         ("launch.partition=fast", "launch.partition=fast: Slurm knows no such part"),
-        ("cluster=local", "cluster.accelerator=auto: is whatever this host has"),
     ],
 )
 def test_a_changed_layout_is_checked_before_anything_is_submitted(tmp_path, slurm, arguments, told):  # noqa: F811

@@ -126,8 +126,7 @@ def test_jobs_are_told_as_json_and_nothing_else(here, capsys, sweep, submissions
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "first"),
-    [(["done", "done"], "done"), (["done", "oom"], "oom"), (["crash", "nan"], "crash")],
+    ("outcomes", "first"), [(["done", "done"], "done"), (["done", "oom"], "oom"), (["crash", "nan"], "crash")]
 )
 def test_waiting_ends_with_the_first_failure_of_its_own(here, sweep, submissions, monkeypatch, outcomes, first):
     rows = [{"run": "of-another-submission", "state": "ended", "outcome": "hang"}]

@@ -102,12 +102,6 @@ def test_no_key_and_no_network_are_a_line_each(made, say, monkeypatch):
     assert "\nnot uploaded: WANDB_BASE_URL=" in out
 
 
-def test_what_is_named_must_be_there(made, say):
-    offline(made, "a")
-    code, _, err = say("sync", "nothing")
-    assert (code, err.split("; ")[0]) == (2, "error: run=nothing: is no run and no sweep under runs")
-
-
 def test_of_a_sweep_only_what_lacks_something_is_rebuilt(made, say, monkeypatch):
     offline(made, "a")
     monkeypatch.setattr(

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from titanlab.cli import sweep, verbs
 from titanlab.cli.verbs import call
@@ -42,22 +41,6 @@ def test_one_run_is_executed_here(monkeypatch, environ):
     # A rank that somebody else started has been launched already.
     launch = ["launch=slurm", "cluster=cpu"] if environ else []
     assert call(["train", "data=synthetic", *launch]) == OutcomeKind.NAN.exit_code
-
-
-@pytest.mark.parametrize(("words", "starts"), [("launch=local", 1), ("launch=slurm cluster=cpu", 1), ("--cfg job", 0)])
-def test_one_run_is_composed_once(monkeypatch, command, words, starts):
-    composed = []
-    load = ConfigLoaderImpl.load_configuration
-
-    def counted(self, *given, **named):
-        composed.append(given)
-        return load(self, *given, **named)
-
-    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counted)
-    monkeypatch.setattr("titanlab.cli.sweep.check_study", lambda study: None)
-    said = command(f"train data=synthetic model=debug training.global_batch=8 {words}")
-    assert (said.code, len(said.started), len(composed)) == (0, starts, 1), said.err
-    assert {recipe.training.global_batch for recipe in said.started} <= {8}
 
 
 @pytest.mark.parametrize(

@@ -142,17 +142,7 @@ def test_a_full_disk_below_the_output_is_one_line():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        "status --json",
-        "hosts",
-        "best --help",
-        "schedule 1f1b",
-        "train --cfg job",
-        "train --cfg=job",
-        "train --info config",
-        "sweep +sweeps=quickstart_layouts --dry-run",
-    ],
+    "arguments", ["status --json", "train --cfg job", "sweep +sweeps=quickstart_layouts --dry-run"]
 )
 def test_output_that_a_full_disk_does_not_take_is_a_failure(tmp_path, arguments):
     """A script that redirects a table or JSON would go on with an empty file."""
@@ -161,7 +151,7 @@ def test_output_that_a_full_disk_does_not_take_is_a_failure(tmp_path, arguments)
 
 
 def test_a_run_whose_messages_a_full_disk_does_not_take_is_done(tmp_path):
-    run = "train +recipe=quickstart training.steps=1 optimizer.schedule.warmup_steps=1"
+    run = "train data=synthetic training.steps=1 optimizer.schedule.warmup_steps=1 training.seq_len=64"
     done = titanlab(run, f'cd {tmp_path}; "$@" >/dev/full')
     assert (done.returncode, done.stderr) == (0, b"")
 

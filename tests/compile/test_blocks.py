@@ -44,21 +44,10 @@ def traced(made, run, cache=None):
     return trace, dict(compiled)
 
 
-@pytest.fixture(scope="module")
-def eager(pool, tmp_path_factory):
-    """The trace of a recipe that compiles nothing; each trained once."""
-    known = {}
-
-    def reference(given):
-        # Checkpointed blocks are held to those that keep everything.
-        given = {name: value for name, value in given.items() if name != "ac"}
-        key = repr(sorted(given.items()))
-        if key not in known:
-            made = tiny.recipe(tmp_path_factory.mktemp("eager"), **{**COMMON, **given})
-            known[key] = pool.run(made.world, traced, made, tiny.begin(made))[0][0]
-        return known[key]
-
-    return reference
+@pytest.fixture
+def eager(traces):
+    # Checkpointed blocks are held to those that keep everything.
+    return lambda given: traces(**{**COMMON, **{name: value for name, value in given.items() if name != "ac"}})
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ RECORDS = "records CUDA graphs of parameters that stay where they are"
 WRONG = [
     ({"backend": "indcutor"}, {}, "compile.backend=indcutor: no such backend", "choose one of inductor, aot_eager"),
     ({"blocks": True, "backend": ""}, {}, "compile.backend=: no such backend", "inductor"),
-    ({"blocks": True, "mode": "fast"}, {}, "compile.mode=fast: no such mode", "choose one of default, max-autotune-no"),
+    ({"blocks": True, "mode": "fast"}, {}, "compile.mode=fast: no such choice", "choose one of default, max-autotune-no"),
     ({"mode": "max-autotune"}, {}, "compile.mode=max-autotune: nothing is compiled", "try compile=block"),
     ({"blocks": True, "mode": "reduce-overhead", "backend": "aot_eager"}, {}, "compile.mode=reduce-overhead: is a mode of inductor, and aot_eager has none", "try default, or compile.backend=inductor"),
     ({"loss": True, "mode": "max-autotune", "backend": "cudagraphs"}, {}, "compile.mode=max-autotune: is a mode of", "try"),

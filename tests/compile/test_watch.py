@@ -11,29 +11,12 @@ from torch.nn.attention import SDPBackend
 from tests import tiny
 from titanlab.costs import meter
 from titanlab.distributed import ALONE, joined
-from titanlab.techniques.compile.compiler import RECOMPILATIONS, SECONDS, Watch, _short
+from titanlab.techniques.compile.compiler import RECOMPILATIONS, SECONDS, Watch
 from titanlab.train import train as story
 
 
 def compiled(function):
     return torch.compile(function, backend="eager", fullgraph=True, dynamic=False)
-
-
-def test_a_first_compilation_is_expected_and_the_next_is_not():
-    watched = Watch()
-    # The function's name is what is told.
-    double = compiled(lambda x: x * 2)
-    double(torch.ones(2))
-    seconds, found = watched.look(first=True)
-    assert [(each.reason, each.surprise) for each in found] == [("", False)]
-    assert found[0].function.startswith("<lambda> (test_watch.py:")
-    assert seconds > 0
-    assert watched.look() == (0.0, [])
-    double(torch.ones(3))
-    (again,) = watched.look()[1]
-    assert again.surprise
-    assert "size mismatch" in again.reason
-    assert watched.metrics()[SECONDS] > seconds
 
 
 @pytest.mark.parametrize("validates_first", [False, True])
@@ -143,16 +126,3 @@ def test_compilation_is_reported_and_belongs_to_no_step(pool, tmp_path):
     log = (run.logs / "rank-0.log").read_text()
     assert log.count("compiled in ") == 1
     assert "loss_sum (loss.py:" in log
-
-
-@pytest.mark.parametrize(
-    ("reason", "short"),
-    [
-        ("0/0: GLOBAL_STATE changed: grad_mode ", "GLOBAL_STATE changed: grad_mode"),
-        ("12/3: tensor 'x' size mismatch\n11/2: another", "tensor 'x' size mismatch"),
-        ("", ""),
-        ("no number: here", "no number: here"),
-    ],
-)
-def test_a_reason_is_one_line(reason, short):
-    assert _short(reason) == short

@@ -46,23 +46,6 @@ def test_uneven_rows_are_cut_by_columns():
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "number", "shape"),
-    [
-        ("tok_embeddings.weight", 3, 0, (683, 256)),
-        ("tok_embeddings.weight", 3, 2, (682, 256)),
-        # So many ranks that the last ones have nothing.
-        ("tok_embeddings.weight", 1500, 1023, (2, 256)),
-        ("tok_embeddings.weight", 1500, 1024, (0, 256)),
-        ("layers.0.attention.wo.weight", 2, 1, (256, 128)),
-        ("layers.0.attention.wk.weight", 2, 1, (64, 256)),
-        ("norm.weight", 2, 1, (256,)),
-    ],
-)
-def test_the_first_ranks_have_the_largest_parts(name, tensor, number, shape):
-    assert tensor_part(ACCOUNT, name, tensor=tensor, number=number) == shape
-
-
-@pytest.mark.parametrize(
     ("shape", "cut", "tensor", "fsdp", "dim"),
     [
         # Matrices: rows, or columns of rows that tensor parallelism leaves uneven.
@@ -83,17 +66,6 @@ def test_the_first_ranks_have_the_largest_parts(name, tensor, number, shape):
 )
 def test_the_dim_of_shards(shape, cut, tensor, fsdp, dim):
     assert fsdp_dim(shape, cut, tensor=tensor, fsdp=fsdp) == dim
-
-
-def test_experts_are_cut_by_width_or_by_expert_parallelism():
-    assert (EXPERTS.parameters[UP], EXPERTS.parameters[DOWN]) == ((8, 96, 64), (8, 64, 96))
-    assert tensor_part(EXPERTS, UP, tensor=4) == (8, 24, 64)
-    assert tensor_part(EXPERTS, DOWN, tensor=4) == (8, 64, 24)
-    folded = account_for(EXPERTS, Layout(shard=4, tensor=2, expert=4))
-    assert tensor_part(folded, UP, tensor=4) == (2, 96, 64)
-    assert tensor_part(folded, DOWN, tensor=4, number=3) == (2, 64, 96)
-    # Other parameters are cut as before.
-    assert tensor_part(folded, "layers.0.attention.wq.weight", tensor=2) == (32, 64)
 
 
 def test_degrees_that_cut_a_parameter():

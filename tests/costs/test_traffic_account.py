@@ -80,6 +80,10 @@ LAYOUTS = [
     {"shard": 2, "microbatch": 3, "precision": Float8Tensorwise()},
     # What is computed again is communicated again.
     {"tensor": 2, "microbatch": 6, "ac": FullCheckpointing()},
+    # Each microbatch reduces.
+    {"shard": 2, "microbatch": 2, "reduce_gradients": "each"},
+    {"replicate": 2, "shard": 2, "microbatch": 1, "reduce_gradients": "each"},
+    {"pipeline": 2, "shard": 2, "microbatch": 2, "loss_chunk": 24, "reduce_gradients": "each"},
     {"context": 2, "context_method": "all_gather", "ac": FullCheckpointing()},
 ]
 FULL = [
@@ -127,6 +131,16 @@ FULL = [
     {"context": 4, "ac": FullCheckpointing()},
     {"context": 2, "tensor": 2, "ac": SelectiveOp()},
     {"pipeline": 2, "layers": 4, "tensor": 2, "ac": FullCheckpointing(), "schedule": ZBV()},
+    {"replicate": 2, "microbatch": 2, "reduce_gradients": "each"},
+    {"replicate": 2, "microbatch": 2, "reduce_gradients": "each", "bf16": True},
+    {"shard": 2, "microbatch": 2, "reduce_gradients": "each", "reshard_after_forward": "never"},
+    {"shard": 2, "microbatch": 2, "reduce_gradients": "each", "precision": Fp16(reduce="fp16", fp32_parts=["norm"])},
+    {"shard": 2, "microbatch": 3, "reduce_gradients": "each", "precision": Float8Tensorwise()},
+    {"shard": 2, "tensor": 2, "microbatch": 2, "reduce_gradients": "each"},
+    {"shard": 2, "context": 2, "microbatch": 2, "reduce_gradients": "each"},
+    {"pipeline": 2, "replicate": 2, "shard": 2, "layers": 4, "reduce_gradients": "each", "schedule": GPipe()},
+    {"pipeline": 2, "layers": 4, "shard": 2, "reduce_gradients": "each", "schedule": LoopedBFS()},
+    {"pipeline": 2, "replicate": 2, "shard": 2, "loss_chunk": 24, "reduce_gradients": "each", "bf16": True},
 ]
 MATRIX = {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2, "global_batch": 8}
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import tiny
-from titanlab.costs import Coordinate, Layout, Step, Traffic, add_context, step_traffic, traffic_lines, traffic_metrics
+from titanlab.costs import Coordinate, Layout, Step, Traffic, step_traffic, traffic_lines, traffic_metrics
 from titanlab.costs.traffic_account import wire_bytes
 
 
@@ -84,38 +84,6 @@ def table(**given):
 
 
 BLOCK, REST = 2 * 64 + 64 * (64 + 32 + 32 + 64) + 3 * 64 * 192, 2 * 256 * 64 + 64
-WORLD = (1, 56)
-
-
-def test_sums_by_hand():
-    whole = 2 * BLOCK + REST
-    fsdp = table(layout=Layout(shard=4), microbatches=3, mixed=True, compute_bytes=2)
-    assert fsdp == {
-        ("shard", "all_gather"): (3 * 2 + 2, 2 * (3 * 2 * BLOCK + BLOCK + REST)),
-        ("shard", "reduce_scatter"): (3, 4 * whole),
-        ("shard", "all_reduce"): WORLD,
-    }
-    hsdp = table(layout=Layout(replicate=2, shard=4), reshards=False)
-    assert hsdp == {
-        ("replicate", "all_reduce"): (3, whole),
-        ("shard", "all_gather"): (3, 4 * whole),
-        ("shard", "reduce_scatter"): (3, 4 * whole),
-        ("world", "all_reduce"): WORLD,
-    }
-    assert table(layout=Layout(replicate=2)) == {("replicate", "all_reduce"): (2, 4 * whole + 56)}
-    hidden, loss = 4 * 2 * 32 * 64, 2 * 2 * 32 * 2 * 4
-    tensor = table(layout=Layout(tensor=2), microbatches=3)
-    # Forward, each block gathers and scatters twice, the embedding scatters, the head gathers; backward the reverse.
-    assert tensor == {
-        ("tensor", "all_gather"): (3 * 11, 3 * (10 * hidden + loss)),
-        ("tensor", "reduce_scatter"): (3 * 10, 3 * 10 * hidden),
-        ("tensor", "all_reduce"): (2, 4 * 5 * 64 + 56),
-    }
-    # Keys and values there twice and their gradients back once, two messages each.
-    block = 4 * 2 * 16 * 2 * 16
-    context = table(layout=Layout(context=2), place=Coordinate(context=1))
-    assert context["context", "send"] == (2 * 6, 2 * 2 * (2 * block + block // 2))
-    assert context["context", "recv"] == (2 * 6, 2 * 2 * (2 * block // 2 + block))
 
 
 def test_what_nobody_needs_is_not_sent():
@@ -136,28 +104,6 @@ def test_what_is_sent_along_the_context_arrives(ranks, method):
         # In a whole ring, the blocks that go on past rank 0 are halves.
         block = 4 * 2 * 48 // ranks * 2 * 16
         assert sent == 2 * 2 * 3 * block * ranks * (ranks - 1) * 3 // 4
-
-
-@pytest.mark.parametrize("context", [2, 3, 4, 8])
-def test_each_rank_of_a_ring_receives_what_the_one_before_it_sends(context):
-    """Forward; of blocks of ranks before it, a rank needs only the first half."""
-    found = []
-    for rank in range(context):
-        traffic = Traffic()
-        step = Step(account=ACCOUNT, layout=Layout(context=context), seq_len=48 * context, microbatch=2)
-        add_context(step, Coordinate(context=rank), ("layers.0",), traffic, only_forward=True)
-        found.append({row.kind: (row.count, row.bytes) for row in traffic.rows()})
-    assert all(found[rank]["send"] == found[rank - 1]["recv"] for rank in range(context))
-
-
-def test_microbatches_and_widths_count():
-    layout = Layout(context=4)
-    plain, more = table(layout=layout), table(layout=layout, microbatches=3)
-    narrow = table(layout=layout, compute_bytes=2)
-    mixed = table(layout=layout, compute_bytes=2, fp32_parts=["layers.0", "layers.1"])
-    send = ("context", "send")
-    assert more[send] == (3 * plain[send][0], 3 * plain[send][1])
-    assert (narrow[send], mixed[send]) == ((plain[send][0], plain[send][1] // 2), plain[send])
 
 
 @pytest.mark.parametrize(

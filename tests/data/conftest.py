@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +12,12 @@ from titanlab.data.new_tokenizer import train_sentencepiece
 WORDS = "the def return self class import value tokens of a stream and its order in every rank one two".split()
 
 
-def silent(line: str) -> None:
+def silent(line):
     """A report to nobody, of single lines."""
     assert "\n" not in line
 
 
-def text(number: int, words: int = 40) -> str:
+def text(number, words=40):
     """A document that no other number gives."""
     rng = np.random.default_rng(number)
     lines = [" ".join(rng.choice(WORDS, size=5)) for _ in range(words // 5)]
@@ -26,7 +25,7 @@ def text(number: int, words: int = 40) -> str:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """An empty cache of this test's own."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("TITANLAB_CACHE", str(folder))
@@ -34,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_file(tmp_path_factory):
     """A SentencePiece model of 400 pieces."""
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_sentencepiece((text(number) for number in range(200)), vocab_size=400, file=file)
@@ -42,7 +41,7 @@ def model_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def json_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def json_file(tmp_path_factory):
     """A byte-level BPE as tokenizer.json, with special tokens, and its tokenizer_config.json."""
     import tokenizers
 
@@ -66,7 +65,7 @@ def json_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def json_lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def json_lines(tmp_path_factory):
     """Five JSONL files of 12 documents, of different lengths."""
     folder = tmp_path_factory.mktemp("jsonl")
     for file in range(5):

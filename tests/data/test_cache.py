@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +14,14 @@ from tests.until import until
 from titanlab.data import cache as data_cache
 from titanlab.data.cache import hash_of_files, hash_of_values
 from titanlab.errors import ConfigError
+from titanlab.system import process_state
 
 
-def silent(line: str) -> None:
+def silent(line):
     assert line
 
 
-def test_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root(tmp_path, monkeypatch):
     monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "a" / "b"))
     assert data_cache.root() == tmp_path / "a" / "b"
     monkeypatch.delenv("TITANLAB_CACHE")
@@ -33,7 +33,7 @@ def test_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert data_cache.root().is_dir()
 
 
-def test_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "file" / "below"))
     with pytest.raises(ConfigError, match="cannot be written.*; export TITANLAB_CACHE=<a folder") as caught:
@@ -45,8 +45,8 @@ def test_root_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
         data_cache.root()
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    def make(folder: Path) -> None:
+def test_a_full_disk_is_named(tmp_path):
+    def make(folder):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(ConfigError, match="No space left on device.*; make room") as caught:
@@ -55,8 +55,8 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == [".x.lock"]
 
 
-def test_what_failed_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
-    def fail(folder: Path) -> None:
+def test_what_failed_leaves_nothing_and_can_be_tried_again(tmp_path):
+    def fail(folder):
         (folder / "half").write_text("")
         raise ZeroDivisionError
 
@@ -70,7 +70,7 @@ def test_what_failed_leaves_nothing_and_can_be_tried_again(tmp_path: Path) -> No
     data_cache.build(tmp_path / "x", fail, report=silent)
 
 
-def test_three_processes_make_it_once(tmp_path: Path) -> None:
+def test_three_processes_make_it_once(tmp_path):
     program = """
 import os, sys, time
 from pathlib import Path
@@ -96,7 +96,7 @@ assert (target / "last").exists()
     assert sum(name in each for each in said for name in names) >= 1
 
 
-def test_a_process_that_waits_for_one_that_is_stopped_says_so(tmp_path: Path) -> None:
+def test_a_process_that_waits_for_one_that_is_stopped_says_so(tmp_path):
     program = "import sys; from pathlib import Path; from titanlab.data import cache; "
     program += "cache.build(Path(sys.argv[1]), lambda folder: print(input()), report=print)"
     command = [sys.executable, "-uc", program, str(tmp_path / "made")]
@@ -104,6 +104,7 @@ def test_a_process_that_waits_for_one_that_is_stopped_says_so(tmp_path: Path) ->
     until((tmp_path / ".made.lock").exists)
     until((tmp_path / ".made.lock").read_text)
     first.send_signal(signal.SIGSTOP)
+    until(lambda: process_state(first.pid) == "T")
     second = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     assert second.stdout is not None
     said = f"waiting for process {first.pid} on {socket.gethostname()}, which is stopped: `kill -CONT {first.pid}`"
@@ -111,15 +112,15 @@ def test_a_process_that_waits_for_one_that_is_stopped_says_so(tmp_path: Path) ->
     first.send_signal(signal.SIGCONT)
     assert second.stdout.readline().endswith("prepares the same data\n")
     first.communicate("\n")
-    second.communicate(timeout=20)
+    second.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (0, 0)
 
 
-def test_without_locks_the_first_to_finish_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_locks(file: object, flags: int) -> None:
+def test_without_locks_the_first_to_finish_wins(tmp_path, monkeypatch):
+    def no_locks(file, flags):
         raise OSError(37, "No locks available")
 
-    def make(folder: Path) -> None:
+    def make(folder):
         (folder / "mine").touch()
         (tmp_path / "x").mkdir()
         (tmp_path / "x" / "theirs").touch()
@@ -130,8 +131,8 @@ def test_without_locks_the_first_to_finish_wins(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob(".x.making-*"))
 
 
-def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody(uid: int) -> None:
+def test_a_user_without_a_home_is_told_to_name_a_folder(monkeypatch):
+    def nobody(uid):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr("pwd.getpwuid", nobody)
@@ -145,29 +146,29 @@ OLD = 1_000_000_000
 
 
 @pytest.fixture(autouse=True)
-def forgotten() -> None:
+def forgotten():
     """No hash is known from an earlier test."""
     data_cache._cached_hash.cache_clear()
 
 
-def old(path: Path, content: bytes) -> Path:
+def old(path, content):
     """A file that was last changed years ago."""
     path.write_bytes(content)
     os.utime(path, (OLD, OLD))
     return path
 
 
-def entries(cache: Path) -> list[Path]:
+def entries(cache):
     return list((cache / "fingerprints").glob("*"))
 
 
 @pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+def settled(monkeypatch):
     """Files that were just made count as settled: the time of a file's last change of status cannot be set."""
     monkeypatch.setattr(data_cache, "_SETTLED_SECONDS", -3600.0)
 
 
-def test_values_have_a_hash_that_is_fixed_for_all_time() -> None:
+def test_values_have_a_hash_that_is_fixed_for_all_time():
     assert hash_of_values() == "7ebb3c7c2a87b1a2f8a7ed729ecb040d"
     assert hash_of_values(1, "é", None, [0.5], {"b": 1, "a": 2}) == hash_of_values(
         1, "é", None, [0.5], {"a": 2, "b": 1}
@@ -179,7 +180,7 @@ def test_values_have_a_hash_that_is_fixed_for_all_time() -> None:
     assert {len(each) for each in found} == {32}
 
 
-def test_contents_count_and_names_do_not(tmp_path: Path, cache: Path) -> None:
+def test_contents_count_and_names_do_not(tmp_path, cache):
     (tmp_path / "a.txt").write_bytes(b"one")
     (tmp_path / "b.txt").write_bytes(b"two")
     (tmp_path / "c.txt").write_bytes(b"one")
@@ -190,7 +191,7 @@ def test_contents_count_and_names_do_not(tmp_path: Path, cache: Path) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_where_one_file_ends_and_the_next_begins_counts(tmp_path: Path, cache: Path) -> None:
+def test_where_one_file_ends_and_the_next_begins_counts(tmp_path, cache):
     contents = [(b"ab", b"c"), (b"a", b"bc"), (b"abc", b"")]
     found = set()
     for number, pair in enumerate(contents):
@@ -201,14 +202,14 @@ def test_where_one_file_ends_and_the_next_begins_counts(tmp_path: Path, cache: P
     assert len(found) == 3
 
 
-def test_large_files_are_read_at_places(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_read_at_places(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(data_cache, "WHOLE_BYTES", 100)
     monkeypatch.setattr(data_cache, "_BLOCK_BYTES", 4)
     monkeypatch.setattr(data_cache, "_BLOCKS", 3)
     content = bytearray(200)
     path = tmp_path / "a.bin"
 
-    def changed(at: int) -> str:
+    def changed(at):
         path.write_bytes(content[:at] + b"x" + content[at + 1 :])
         return hash_of_files([path])
 
@@ -228,9 +229,7 @@ def test_large_files_are_read_at_places(tmp_path: Path, cache: Path, monkeypatch
     assert hash_of_files([path, tmp_path / "small"]) != both
 
 
-def test_the_hash_is_kept_while_the_file_stays(
-    tmp_path: Path, cache: Path, settled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hash_is_kept_while_the_file_stays(tmp_path, cache, settled, monkeypatch):
     path = old(tmp_path / "a.txt", b"one")
     first = hash_of_files([path])
     (entry,) = entries(cache)
@@ -241,7 +240,7 @@ def test_the_hash_is_kept_while_the_file_stays(
     assert hash_of_files([path]) == first
 
 
-def test_a_file_that_was_just_changed_is_always_read(tmp_path: Path, cache: Path) -> None:
+def test_a_file_that_was_just_changed_is_always_read(tmp_path, cache):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one")
     first = hash_of_files([path])
@@ -251,7 +250,7 @@ def test_a_file_that_was_just_changed_is_always_read(tmp_path: Path, cache: Path
 
 
 @pytest.mark.parametrize("content", ["", "half", "x" * 33])
-def test_a_damaged_entry_is_made_again(tmp_path: Path, cache: Path, settled: None, content: str) -> None:
+def test_a_damaged_entry_is_made_again(tmp_path, cache, settled, content):
     path = old(tmp_path / "a.txt", b"one")
     first = hash_of_files([path])
     (entry,) = entries(cache)
@@ -261,7 +260,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, cache: Path, settled: Non
     assert entry.read_text() == first
 
 
-def test_an_entry_that_cannot_be_written_is_no_error(tmp_path: Path, cache: Path, settled: None) -> None:
+def test_an_entry_that_cannot_be_written_is_no_error(tmp_path, cache, settled):
     path = old(tmp_path / "a.txt", b"one")
     cache.mkdir()
     (cache / "fingerprints").write_text("a file")

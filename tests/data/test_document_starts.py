@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +36,7 @@ SEQ = 24
         (Separators(end=2), [2], [0]),
     ],
 )
-def test_where_documents_begin(separators: Separators, tokens: list[int], starts: list[int]) -> None:
+def test_where_documents_begin(separators, tokens, starts):
     # Nothing of a sequence reaches into the next one.
     rows = np.array(
         [[2, 3, 3, 2, 1][: len(tokens)] + [9] * (len(tokens) - 5), tokens, [9] * len(tokens)], dtype=np.int64
@@ -48,14 +46,14 @@ def test_where_documents_begin(separators: Separators, tokens: list[int], starts
     assert found.tolist()[1:] == [starts, [0] * len(tokens)]
 
 
-def cut(lengths: list[int], count: int) -> np.ndarray:
+def cut(lengths, count):
     """Starts in `count` sequences of documents of these lengths, one after another: `[count, SEQ]`."""
     begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)[: count * SEQ].reshape(count, SEQ)
     return np.maximum(begins - np.arange(count)[:, None] * SEQ, 0)
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     """Documents longer than a sequence, and of one word; one has the special tokens' names in its text."""
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -66,11 +64,11 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def texts_of(corpus: Path) -> list[str]:
+def texts_of(corpus):
     return [json.loads(line)["text"] for line in (corpus / "0.jsonl").read_text().splitlines()]
 
 
-def lengths_of(texts: list[str], config: Any) -> list[int]:
+def lengths_of(texts, config):
     """Tokens of each document with its special tokens, encoded one by one."""
     tokenizer = source.tokenizer(config)
     assert tokenizer is not None
@@ -79,7 +77,7 @@ def lengths_of(texts: list[str], config: Any) -> list[int]:
     return [len(tokenizer.encode(each)) + special for each in texts]
 
 
-def same_token_file(json_file: Path, folder: Path) -> Path:
+def same_token_file(json_file, folder):
     """The tokenizer with one token that begins and ends documents."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes(json_file.read_bytes())
@@ -88,13 +86,13 @@ def same_token_file(json_file: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "json", "one token"])
-def test_of_prepared_text(corpus: Path, cache: Path, model_file: Path, json_file: Path, kind: str) -> None:
+def test_of_prepared_text(corpus, cache, model_file, json_file, kind):
     files = {"sentencepiece": model_file, "json": json_file}
     tokenizer = files.get(kind) or same_token_file(json_file, corpus.parent / "same")
     config = Files(files=str(corpus), tokenizer=str(tokenizer), validation_fraction=0.1, document_mask=True)
     source.check(config, seq_len=SEQ, global_batch=1, ranks=1, vocab_size=400)
     source.prepare(config, report=silent)
-    implementation: Any = config.implementation()
+    implementation = config.implementation()
     split = Split(implementation.folder, implementation.index, "train", SEQ)
     batch = split.gather(np.arange(split.sequences))
     kept = [each for each in texts_of(corpus) if not is_held_out(each, 0.1)]
@@ -108,7 +106,7 @@ def test_of_prepared_text(corpus: Path, cache: Path, model_file: Path, json_file
     assert source.separators(again) == source.separators(config)
 
 
-def test_of_a_streamed_dataset(corpus: Path, cache: Path, model_file: Path) -> None:
+def test_of_a_streamed_dataset(corpus, cache, model_file):
     config = hf_made(corpus / "*.jsonl", model_file, streams=1, document_mask=True, prefetch=0)
     source.check(config, seq_len=SEQ, global_batch=1, ranks=1, vocab_size=400)
     source.prepare(config, report=silent)
@@ -120,7 +118,7 @@ def test_of_a_streamed_dataset(corpus: Path, cache: Path, model_file: Path) -> N
     assert np.array_equal(source.separators(config).starts(tokens), cut(lengths_of(kept, config), count))
 
 
-def test_of_synthetic_tokens() -> None:
+def test_of_synthetic_tokens():
     config = Synthetic(vocab_size=100, document_mask=True, document_tokens=10)
     stream = source.open_train(config, seed=0, seq_len=512, global_batch=64, rank=0, ranks=1)
     tokens, labels = stream.next_batch()
@@ -140,13 +138,13 @@ def test_of_synthetic_tokens() -> None:
     assert (tokens == 0).any()
 
 
-def test_a_mean_of_one_token_is_documents_of_one_token() -> None:
+def test_a_mean_of_one_token_is_documents_of_one_token():
     config = Synthetic(vocab_size=100, document_mask=True, document_tokens=1)
     tokens = source.open_train(config, seed=0, seq_len=64, global_batch=2, rank=0, ranks=1).next_batch().tokens
     assert source.separators(config).starts(tokens).tolist() == [list(range(64))] * 2
 
 
-def test_tokens_of_another_tool_need_only_one_of_the_ids(tmp_path: Path, cache: Path) -> None:
+def test_tokens_of_another_tool_need_only_one_of_the_ids(tmp_path, cache):
     folder = write_by_hand(tmp_path / "made", eos_id=49).folder
     config = TokenFolder(folder=folder, document_mask=True)
     source.check(config, seq_len=8, global_batch=4, ranks=2, vocab_size=100)
@@ -161,7 +159,7 @@ class Masked(Planted):
     document_mask: bool = True
 
 
-def refused(config: Any, line: str) -> None:
+def refused(config, line):
     with pytest.raises(ConfigError) as error:
         source.check(config, seq_len=8, global_batch=4, ranks=2, vocab_size=400)
         source.prepare(config, report=silent)
@@ -169,9 +167,7 @@ def refused(config: Any, line: str) -> None:
     assert line in str(error.value)
 
 
-def test_what_does_not_say_where_documents_begin_is_refused(
-    tmp_path: Path, corpus: Path, cache: Path, json_file: Path
-) -> None:
+def test_what_does_not_say_where_documents_begin_is_refused(tmp_path, corpus, cache, json_file):
     folder = write_by_hand(tmp_path / "made").folder
     refused(
         TokenFolder(folder=folder, document_mask=True),

@@ -7,7 +7,6 @@ import gzip
 import json
 import lzma
 import os
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,11 +18,11 @@ from titanlab.errors import ConfigError
 TEXTS = ["one\n", "two\r\n\ttabs  ", "drei – 中文 🎉"]
 
 
-def documents(*files: Path, text_field: str = "text") -> list[str]:
+def documents(*files, text_field="text"):
     return list(Corpus(files=files, text_field=text_field).documents())
 
 
-def test_text_is_read_exactly(tmp_path: Path) -> None:
+def test_text_is_read_exactly(tmp_path):
     files = []
     for number, text in enumerate([*TEXTS, ""]):
         files.append(tmp_path / f"{number}.txt")
@@ -31,7 +30,7 @@ def test_text_is_read_exactly(tmp_path: Path) -> None:
     assert documents(*files) == TEXTS
 
 
-def test_json_lines(tmp_path: Path) -> None:
+def test_json_lines(tmp_path):
     rows = [{"body": text, "n": 1} for text in TEXTS] + [{"body": None}, {"body": ""}]
     content = "".join(json.dumps(row) + "\n" for row in rows) + "\n\n"
     for name in ("a.jsonl", "b.ndjson", "c.json"):
@@ -42,7 +41,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert documents(tmp_path / "d.jsonl.gz", text_field="body") == TEXTS
 
 
-def zstd(content: bytes) -> bytes:
+def zstd(content):
     """In two frames, as tools write that compress on several cores."""
     middle = len(content) // 2
     return b"".join(pa.compress(part, codec="zstd", asbytes=True) for part in (content[:middle], content[middle:]))
@@ -52,7 +51,7 @@ PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".z
 
 
 @pytest.mark.parametrize("ending", PACKERS)
-def test_compressed_files(tmp_path: Path, ending: str) -> None:
+def test_compressed_files(tmp_path, ending):
     rows = "".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, "long " * 100_000])
     lines, plain = tmp_path / f"a.jsonl{ending}", tmp_path / f"a.txt{ending}"
     lines.write_bytes(PACKERS[ending](rows.encode()))
@@ -68,7 +67,7 @@ def test_compressed_files(tmp_path: Path, ending: str) -> None:
 @pytest.mark.parametrize(
     ("ending", "builder"), [(".csv", "csv"), (".tsv", "csv"), (".CSV.gz", "csv"), (".arrow", "arrow")]
 )
-def test_a_table_is_refused(tmp_path: Path, ending: str, builder: str) -> None:
+def test_a_table_is_refused(tmp_path, ending, builder):
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / f"b{ending}").write_text("text,n\nx,1\n")
     with pytest.raises(
@@ -79,13 +78,13 @@ def test_a_table_is_refused(tmp_path: Path, ending: str, builder: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.zip", "a.tgz"])
-def test_an_archive_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_archive_is_refused(tmp_path, name):
     (tmp_path / name).write_text("x")
     with pytest.raises(ConfigError, match=rf"{name}: is an archive, and not text; unpack it"):
         corpus_of(str(tmp_path), "text").check()
 
 
-def test_what_describes_a_dataset_is_left_out_beside_its_data(tmp_path: Path) -> None:
+def test_what_describes_a_dataset_is_left_out_beside_its_data(tmp_path):
     about = ["LICENSE", "README.md", "dataset_infos.json", "en/_SUCCESS"]
     for name in [*about, "en/1.jsonl", "en/2.jsonl.gz", "en/readme_pages.jsonl", "notes.md", "state.jsonl"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -103,7 +102,7 @@ def test_what_describes_a_dataset_is_left_out_beside_its_data(tmp_path: Path) ->
     assert {file.name for file in named.left_out} == {"LICENSE", "dataset_infos.json", "_SUCCESS"}
 
 
-def test_a_readme_among_texts_is_one_of_them(tmp_path: Path) -> None:
+def test_a_readme_among_texts_is_one_of_them(tmp_path):
     for name in ("README.md", "a.py", "b.XML", "c"):
         (tmp_path / name).write_text("x")
     corpus = corpus_of(str(tmp_path), "text")
@@ -114,7 +113,7 @@ def test_a_readme_among_texts_is_one_of_them(tmp_path: Path) -> None:
     assert "5 others as text" in corpus_of(str(tmp_path), "text").in_words()
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_columns_of_one_name_are_refused(tmp_path):
     column = pa.array(["a"])
     pq.write_table(pa.Table.from_arrays([column, column, column], ["text", "id", "text"]), tmp_path / "a.parquet")
     with pytest.raises(
@@ -124,25 +123,25 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     assert documents(tmp_path / "a.parquet", text_field="id") == ["a"]
 
 
-def test_half_surrogates_become_question_marks(tmp_path: Path) -> None:
+def test_half_surrogates_become_question_marks(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b \\u00e9"}\n')
     assert documents(tmp_path / "a.jsonl") == ["a?b é"]
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_parquet(tmp_path: Path, kind: pa.DataType) -> None:
+def test_parquet(tmp_path, kind):
     column = pa.array([*TEXTS, None, ""], pa.string()).cast(kind)
     pq.write_table(pa.table({"text": column, "other": range(5)}), tmp_path / "a.parquet", row_group_size=2)
     assert documents(tmp_path / "a.parquet") == TEXTS
 
 
-def test_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching(tmp_path, monkeypatch):
     for name in ("b.txt", "a.txt", "deep/er/c.txt", "d[1].md", ".hidden.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     monkeypatch.chdir(tmp_path)
 
-    def names(pattern: str) -> list[str]:
+    def names(pattern):
         return [str(file.relative_to(tmp_path)) for file in matching(pattern)]
 
     assert names("*.txt") == ["a.txt", "b.txt"]
@@ -152,7 +151,7 @@ def test_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(f"b.txt{os.pathsep}a.txt{os.pathsep}*.txt") == ["a.txt", "b.txt"]
 
 
-def test_links_to_folders_above_are_not_followed(tmp_path: Path) -> None:
+def test_links_to_folders_above_are_not_followed(tmp_path):
     """With one such link each file was read 81 times; with two, the search did not end."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -168,7 +167,7 @@ def test_links_to_folders_above_are_not_followed(tmp_path: Path) -> None:
     assert names == ["a/1.txt", "a/up/b/2.txt", "a/up/linked/2.txt", "b/2.txt"]
 
 
-def test_sample_is_spread_over_the_files(tmp_path: Path) -> None:
+def test_sample_is_spread_over_the_files(tmp_path):
     sizes = {"a": 10, "b": 5000, "c": 300, "d": 8000}
     for name, size in sizes.items():
         (tmp_path / name).write_text(name * size)
@@ -219,7 +218,7 @@ def test_sample_is_spread_over_the_files(tmp_path: Path) -> None:
         ("a.txt.gz", gzip.compress(b"x" * 999, mtime=0)[:-12], "data.files", r"is no whole .gz file"),
     ],
 )
-def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, key: str, message: str) -> None:
+def test_bad_files_are_named(tmp_path, name, content, key, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message) as caught:
         documents(tmp_path / name)
@@ -227,7 +226,7 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, key: str
     assert "\n" not in str(caught.value)
 
 
-def test_bad_parquet_columns_are_named(tmp_path: Path) -> None:
+def test_bad_parquet_columns_are_named(tmp_path):
     pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"data\.text_field=text: is int64, no text"):
         documents(tmp_path / "a.parquet")
@@ -235,13 +234,13 @@ def test_bad_parquet_columns_are_named(tmp_path: Path) -> None:
         documents(tmp_path / "a.parquet", text_field="content")
 
 
-def test_a_file_that_vanished(tmp_path: Path) -> None:
+def test_a_file_that_vanished(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         documents(tmp_path / "gone.txt")
 
 
 @pytest.mark.parametrize("pattern", ["none/*.txt", "none.txt", "empty"])
-def test_patterns_that_match_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
+def test_patterns_that_match_nothing(tmp_path, monkeypatch, pattern):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"data\.files=.*: (matches no file|has no files); check the path"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.data.conftest import silent, text
 from tests.data.test_streams import SEQ, folder_of, global_steps
+from tests.refusals import refusal
 from titanlab.data import source, write_token_shards
 from titanlab.data.corpus import is_held_out, library_of_python
 from titanlab.data.schema import Files, Stdlib, TokenFolder
@@ -21,16 +21,16 @@ from titanlab.data.tokenizers import load
 from titanlab.errors import ConfigError
 
 
-def folder_in(cache: Path) -> Path:
+def folder_in(cache):
     (folder,) = (each for each in (cache / "tokens").iterdir() if each.is_dir())
     return folder
 
 
-def documents_in(folder: Path, split: str) -> list[str]:
+def documents_in(folder, split):
     """The texts of a split, decoded from its tokens; checks that nothing stands between them."""
     index = read_index(folder)
     tokenizer = load(folder / str(index.tokenizer))
-    found: list[str] = []
+    found = []
     for shard in index.split(split):
         tokens = np.fromfile(folder / shard.file, dtype=index.dtype)
         ends = np.flatnonzero(tokens == index.eos_id)
@@ -43,7 +43,7 @@ def documents_in(folder: Path, split: str) -> list[str]:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(60):
@@ -51,11 +51,11 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def config(corpus: Path, **changes: Any) -> Files:
+def config(corpus, **changes):
     return Files(**{"files": str(corpus), "vocab_size": 330, "validation_fraction": 0.1, **changes})
 
 
-def test_no_document_is_lost_and_none_is_in_both(corpus: Path, cache: Path) -> None:
+def test_no_document_is_lost_and_none_is_in_both(corpus, cache):
     source.prepare(config(corpus), report=silent)
     train, validation = (documents_in(folder_in(cache), split) for split in ("train", "validation"))
     assert sorted(train + validation) == sorted(text(number) for number in range(60))
@@ -66,7 +66,7 @@ def test_no_document_is_lost_and_none_is_in_both(corpus: Path, cache: Path) -> N
     assert train == sorted(train, key=lambda each: int(each.split()[1]))
 
 
-def test_formats_give_the_same_tokens(tmp_path: Path, cache: Path, model_file: Path) -> None:
+def test_formats_give_the_same_tokens(tmp_path, cache, model_file):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -82,7 +82,7 @@ def test_formats_give_the_same_tokens(tmp_path: Path, cache: Path, model_file: P
 
 
 @pytest.mark.parametrize("damage", ["train-00000.bin", "index.json"])
-def test_what_a_power_cut_left_is_made_again(corpus: Path, cache: Path, damage: str) -> None:
+def test_what_a_power_cut_left_is_made_again(corpus, cache, damage):
     how, lines = config(corpus), []
     source.prepare(how, report=silent)
     before = (folder_in(cache) / damage).read_bytes()
@@ -93,9 +93,7 @@ def test_what_a_power_cut_left_is_made_again(corpus: Path, cache: Path, damage: 
     assert (folder_in(cache) / damage).read_bytes() == before
 
 
-def test_fingerprint_follows_content_and_config_and_not_paths(
-    corpus: Path, cache: Path, tmp_path: Path, model_file: Path
-) -> None:
+def test_fingerprint_follows_content_and_config_and_not_paths(corpus, cache, tmp_path, model_file):
     first = source.fingerprint(config(corpus))
     corpus.rename(tmp_path / "moved")
     moved = config(tmp_path / "moved")
@@ -111,7 +109,7 @@ def test_fingerprint_follows_content_and_config_and_not_paths(
     assert len({first, *changed}) == 5
 
 
-def test_stdlib_from_nothing_to_batches() -> None:
+def test_stdlib_from_nothing_to_batches():
     # In the tests' own cache, which later runs find filled.
     how, lines = Stdlib(), []
     started = time.monotonic()
@@ -131,7 +129,7 @@ def test_stdlib_from_nothing_to_batches() -> None:
     assert len(rows) == 16
 
 
-def test_stdlib_leaves_out_what_differs_between_machines(tmp_path: Path) -> None:
+def test_stdlib_leaves_out_what_differs_between_machines(tmp_path):
     for name in (
         "abc.py", "json/decoder.py", "json/__pycache__/x.py", "test/a.py", "unittest/test/a.py", "site-packages/a.py",
         "_sysconfigdata__linux.py", "config-3.11-x/a.py", "encodings/cp1.py", "README.txt", "json/__init__.py",
@@ -142,7 +140,7 @@ def test_stdlib_leaves_out_what_differs_between_machines(tmp_path: Path) -> None
     assert found == ["abc.py", "json/__init__.py", "json/decoder.py"]
 
 
-def test_python_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+def test_python_without_its_source(tmp_path, monkeypatch, cache):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(ConfigError, match="came without the source of its library.*; try data=files"):
         source.fingerprint(Stdlib())
@@ -158,9 +156,7 @@ def test_python_without_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ],
     ids=["not UTF-8", "empty", "an empty folder", "missing"],
 )
-def test_a_bad_file_comes_before_the_vocabulary(
-    tmp_path: Path, cache: Path, name: str, content: bytes, rule: str
-) -> None:
+def test_a_bad_file_comes_before_the_vocabulary(tmp_path, cache, name, content, rule):
     path = tmp_path / name
     if name.endswith("/"):
         path.mkdir()
@@ -171,12 +167,12 @@ def test_a_bad_file_comes_before_the_vocabulary(
     assert rule in str(refused.value)
 
 
-def test_a_file_whose_sample_ends_within_a_character_is_good(tmp_path: Path, cache: Path) -> None:
+def test_a_file_whose_sample_ends_within_a_character_is_good(tmp_path, cache):
     (tmp_path / "a.txt").write_text("a" + "é" * 70_000)
     source.check(Files(files=str(tmp_path), vocab_size=320), seq_len=8, global_batch=1, ranks=1, vocab_size=320)
 
 
-def test_a_tokenizer_that_makes_nothing_of_the_text_is_refused(tmp_path: Path, cache: Path) -> None:
+def test_a_tokenizer_that_makes_nothing_of_the_text_is_refused(tmp_path, cache):
     (tmp_path / "a.txt").write_text("some text")
     tokenizer = {"version": "1.0", "model": {"type": "BPE", "vocab": {"Q": 0, "X": 1, "Z": 2}, "merges": []}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -208,10 +204,10 @@ FITS = {"seq_len": 8, "vocab_size": 400, "validation_sequences": 0}
 
 
 @pytest.fixture
-def reader_of(corpus: Path, model_file: Path, cache: Path) -> Any:
+def reader_of(corpus, model_file, cache):
     """`reader_of(…)`: the reader of files, before anything is prepared."""
 
-    def make(**changes: Any) -> PreparedText:
+    def make(**changes):
         given = {"files": str(corpus), "tokenizer": str(model_file), "validation_fraction": 0.1, **changes}
         reader = Files(**given).implementation()
         assert isinstance(reader, PreparedText)
@@ -220,13 +216,7 @@ def reader_of(corpus: Path, model_file: Path, cache: Path) -> Any:
     return make
 
 
-def refusal(action: Any, *given: Any, **more: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        action(*given, **more)
-    return str(caught.value)
-
-
-def test_before_it_is_prepared_there_is_no_index(reader_of: Any) -> None:
+def test_before_it_is_prepared_there_is_no_index(reader_of):
     reader = reader_of()
     for ask in (reader.vocab_size, reader.separators, lambda: reader.index):
         assert refusal(ask) == f"data=files: {reader.folder} is missing; prepare the data first"
@@ -234,14 +224,7 @@ def test_before_it_is_prepared_there_is_no_index(reader_of: Any) -> None:
     assert reader.tokenizer().vocab_size == 400
 
 
-def test_a_trained_tokenizer_is_that_of_the_shards(reader_of: Any) -> None:
-    reader = reader_of(tokenizer=None, vocab_size=330)
-    reader.prepare(report=silent)
-    assert reader.tokenizer().vocab_size == 330
-    assert reader.tokenizer().file == reader.folder / "tokenizer.model"
-
-
-def test_rules_that_need_the_tokens_are_checked_after(reader_of: Any) -> None:
+def test_rules_that_need_the_tokens_are_checked_after(reader_of):
     reader = reader_of()
     # Nothing is known of the length yet.
     reader.check(**{**FITS, "seq_len": 10**6, "validation_sequences": 5})
@@ -252,8 +235,10 @@ def test_rules_that_need_the_tokens_are_checked_after(reader_of: Any) -> None:
     )
 
 
-def test_progress_is_reported(reader_of: Any, tmp_path: Path) -> None:
-    lines: list[str] = []
+def test_progress_is_reported(reader_of, tmp_path, monkeypatch):
+    lines = []
+    # Half of what the corpus has.
+    monkeypatch.setattr("titanlab.data.shards._REPORT_TOKENS", 4000)
     (tmp_path / "shards").mkdir()
     new = reader_of(tokenizer=None, vocab_size=330)
     index = make_shards(tmp_path / "shards", new.corpus, new.config, fingerprint="ab", report=lines.append)
@@ -262,15 +247,16 @@ def test_progress_is_reported(reader_of: Any, tmp_path: Path) -> None:
         "training a tokenizer of 330 pieces",
         "trained it in ",
         "tokenising",
+        "a document begins with token 1 and ends with token 2",
+        "tokenised 0 million tokens",
     ]
-    begins.append("a document begins with token 1 and ends with token 2")
     begins.append(f"{index.tokens('train'):,} tokens to train on and {index.tokens('validation'):,} held out after ")
     assert len(lines) == len(begins)
     assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
     assert (index.vocab_size, index.fingerprint, index.tokenizer) == (330, "ab", "tokenizer.model")
 
 
-def test_tokenised_files_are_the_data_that_files_would_be(corpus: Path, cache: Path, tmp_path: Path) -> None:
+def test_tokenised_files_are_the_data_that_files_would_be(corpus, cache, tmp_path):
     index = write_token_shards(str(corpus), tmp_path / "made", vocab_size=330, validation_fraction=0.1, report=silent)
     tokens = TokenFolder(folder=str(tmp_path / "made"))
     files = Files(files=str(corpus), vocab_size=330, validation_fraction=0.1)
@@ -286,7 +272,7 @@ def test_tokenised_files_are_the_data_that_files_would_be(corpus: Path, cache: P
     assert sorted(each.name for each in tmp_path.iterdir()) == ["cache", "corpus", "made"]
 
 
-def test_tokenises_with_a_tokenizer_that_is_there(corpus: Path, tmp_path: Path, json_file: Path, cache: Path) -> None:
+def test_tokenises_with_a_tokenizer_that_is_there(corpus, tmp_path, json_file, cache):
     write_token_shards(str(corpus), tmp_path / "made", tokenizer=str(json_file), report=silent)
     config = TokenFolder(folder=str(tmp_path / "made"))
     tokenizer = source.tokenizer(config)
@@ -300,11 +286,11 @@ def test_tokenises_with_a_tokenizer_that_is_there(corpus: Path, tmp_path: Path, 
         json_file.parent.with_name("moved").rename(json_file.parent)
 
 
-def test_a_folder_that_is_there_is_not_touched(corpus: Path, tmp_path: Path, cache: Path, model_file: Path) -> None:
+def test_a_folder_that_is_there_is_not_touched(corpus, tmp_path, cache, model_file):
     target = tmp_path / "deep" / "made"
     write_token_shards(str(corpus), target, tokenizer=str(model_file), report=silent)
     before = {file.name: file.read_bytes() for file in target.iterdir()}
-    with pytest.raises(ConfigError, match=r"^folder=.*: is there already; name another"):
+    with pytest.raises(ConfigError, match=r"^folder=.*: exists already; name another"):
         write_token_shards(str(corpus), target, tokenizer=str(model_file), report=silent)
     assert {file.name: file.read_bytes() for file in target.iterdir()} == before
     empty = tmp_path / "empty"
@@ -327,9 +313,7 @@ def test_a_folder_that_is_there_is_not_touched(corpus: Path, tmp_path: Path, cac
         ({"folder": Path("file/below")}, r"^folder=.*: cannot be written"),
     ],
 )
-def test_what_cannot_be_tokenised(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_tokenised(corpus, tmp_path, monkeypatch, cache, changes, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "empty.txt").write_text("")
@@ -341,10 +325,8 @@ def test_what_cannot_be_tokenised(
     assert not list(tmp_path.glob(".made*"))
 
 
-def test_a_file_that_may_not_be_read_is_one_line(
-    corpus: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(files: object) -> str:
+def test_a_file_that_may_not_be_read_is_one_line(corpus, tmp_path, cache, monkeypatch):
+    def denied(files):
         raise PermissionError(13, "Permission denied", str(corpus / "03.txt"))
 
     monkeypatch.setattr("titanlab.data.cache.hash_of_files", denied)
@@ -354,10 +336,8 @@ def test_a_file_that_may_not_be_read_is_one_line(
     assert not (tmp_path / "made").exists()
 
 
-def test_a_full_disk_leaves_nothing(
-    corpus: Path, tmp_path: Path, cache: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*given: object, **more: object) -> None:
+def test_a_full_disk_leaves_nothing(corpus, tmp_path, cache, model_file, monkeypatch):
+    def full(*given, **more):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("titanlab.data.shards.write_index", full)
@@ -367,10 +347,8 @@ def test_a_full_disk_leaves_nothing(
     assert [each.name for each in tmp_path.iterdir() if each.name != "cache"] == ["corpus"]
 
 
-def test_another_corpus_or_tokenizer_has_another_fingerprint(
-    corpus: Path, tmp_path: Path, cache: Path, model_file: Path, json_file: Path
-) -> None:
-    def of(name: str, **given: Any) -> str | None:
+def test_another_corpus_or_tokenizer_has_another_fingerprint(corpus, tmp_path, cache, model_file, json_file):
+    def of(name, **given):
         given = {"tokenizer": str(model_file), **given}
         return write_token_shards(str(corpus), tmp_path / name, report=silent, **given).fingerprint
 
@@ -382,7 +360,7 @@ def test_another_corpus_or_tokenizer_has_another_fingerprint(
     assert len({first, *others}) == 5
 
 
-def write_by_hand(folder: Path, **changes: Any) -> TokenFolder:
+def write_by_hand(folder, **changes):
     """What docs/data.md says about tokens of another tool: raw numbers and an index with four lines."""
     folder.mkdir(exist_ok=True)
     np.arange(100, dtype="<u2").tofile(folder / "train.bin")
@@ -398,7 +376,7 @@ def write_by_hand(folder: Path, **changes: Any) -> TokenFolder:
     return TokenFolder(folder=str(folder))
 
 
-def test_tokens_of_another_tool(tmp_path: Path, cache: Path) -> None:
+def test_tokens_of_another_tool(tmp_path, cache):
     config = write_by_hand(tmp_path / "made")
     source.prepare(config, report=silent)
     source.check(config, seq_len=8, global_batch=4, ranks=2, vocab_size=100)
@@ -409,9 +387,9 @@ def test_tokens_of_another_tool(tmp_path: Path, cache: Path) -> None:
     assert source.fingerprint(config) != first
 
 
-def test_rules(tmp_path: Path) -> None:
+def test_rules(tmp_path):
     config = folder_of(tmp_path / "short", [60, 40])
-    fits: dict[str, int] = {"seq_len": 8, "global_batch": 4, "ranks": 2, "vocab_size": 100}
+    fits = {"seq_len": 8, "global_batch": 4, "ranks": 2, "vocab_size": 100}
     source.check(config, **fits)
     for change, message in (
         ({"ranks": 3}, r"training\.global_batch=4: must be a multiple of the 3 .*; try 3 or 6"),

@@ -4,14 +4,13 @@ import json
 import os
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 import tokenizers
 
 from titanlab.cli import main
 from titanlab.data import tokenizers as reading
-from titanlab.data.tokenizers import PATTERN, load, unknown_patterns
+from titanlab.data.tokenizers import PATTERN, load
 from titanlab.errors import ConfigError
 
 ENDLESS = r"(a+)+b"
@@ -73,27 +72,6 @@ def test_a_process_that_hangs_is_ended(made, monkeypatch):
     monkeypatch.setattr(reading, "SECONDS", 0.01)
     with pytest.raises(ConfigError, match=r"backtracks for more than 0 s in a trial"):
         load(made(r"\w+|\W"))
-
-
-def test_a_trial_reads_long_runs_of_the_characters_of_the_expressions():
-    texts = []
-    tokenizer = SimpleNamespace(encode=lambda text: texts.append(text) or [], decode=lambda ids: "")
-    reading.probe(tokenizer, ["(ß|q)+$"])
-    for character in "ßq(a0 ":
-        assert character * reading._RUN in texts[0], character
-    # A file with thousands of expressions makes no text without end.
-    reading.probe(tokenizer, ["".join(map(chr, range(0x4E00, 0x6000)))])
-    assert len(texts[1]) < 60 * reading._RUN
-
-
-def test_every_place_of_a_pattern_is_looked_into():
-    description = {
-        "normalizer": {"type": "Sequence", "normalizers": [{"type": "Replace", "pattern": {"Regex": "n+"}}]},
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "p+"}},
-        "decoder": {"decoders": [{"type": "Replace", "pattern": {"Regex": "d+"}}, {"pattern": {"String": "s+"}}]},
-        "model": {"vocab": {"Regex": 1}},
-    }
-    assert unknown_patterns(json.loads(json.dumps(description))) == ["d+", "n+", "p+"]
 
 
 def replaced(pattern):

@@ -6,18 +6,21 @@ import base64
 import codecs
 import gzip
 import json
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 
+import httpx
+import huggingface_hub
 import pytest
+from huggingface_hub import errors
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.data.conftest import text
-from titanlab.data import keep
+from titanlab.data import download_tokenizer, keep
 from titanlab.data.contract import Separators
 from titanlab.data.new_tokenizer import train_sentencepiece
-from titanlab.data.tokenizers import Tokenizer, load, separators_in_words, separators_of
+from titanlab.data.tokenizers import load, separators_in_words, separators_of
 from titanlab.errors import ConfigError
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -29,7 +32,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 @example("\u2581a \u2581\u2581b\u2581")
 @example("<s></s><unk><0x41>")
 @example("naïve 中文 🎉\u2028\ufeff")
-def test_trained_tokenizer_gives_every_text_back(model_file: Path, written: str) -> None:
+def test_trained_tokenizer_gives_every_text_back(model_file, written):
     tokenizer = load(model_file)
     ids = tokenizer.encode(written)
     assert tokenizer.decode(ids) == written
@@ -40,7 +43,7 @@ def test_trained_tokenizer_gives_every_text_back(model_file: Path, written: str)
 @given(written=TEXTS)
 @example("<|begin|>a<|end|>")
 @example("  two  spaces \n\t")
-def test_json_tokenizer_gives_every_text_back(json_file: Path, written: str) -> None:
+def test_json_tokenizer_gives_every_text_back(json_file, written):
     tokenizer = load(json_file)
     ids = tokenizer.encode(written)
     assert tokenizer.decode(ids) == written
@@ -48,7 +51,7 @@ def test_json_tokenizer_gives_every_text_back(json_file: Path, written: str) -> 
     assert tokenizer.encode_many([written, "a"]) == [ids, tokenizer.encode("a")]
 
 
-def test_dropout_of_merges_is_off(json_file: Path, tmp_path: Path) -> None:
+def test_dropout_of_merges_is_off(json_file, tmp_path):
     content = json.loads(json_file.read_text())
     content["model"]["dropout"] = 0.9
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
@@ -85,13 +88,8 @@ NOTHING = "warning: no token begins or ends a document: nothing separates it fro
     ids=["null", "one token for both", "two tokens", "not added", "no end", "both lacking", "end lacking", "no text", "map", "map not read", "usual names", "usual names not added"],
 )  # fmt: skip
 def test_the_tokens_around_documents_are_those_of_the_files_beside_the_tokenizer(
-    tmp_path: Path,
-    config: dict[str, object] | None,
-    special_map: dict[str, object] | None,
-    ids: tuple[int | None, int | None],
-    separators: tuple[int | None, int | None],
-    lines: list[str],
-) -> None:
+    tmp_path, config, special_map, ids, separators, lines
+):
     model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
     file, kept = tmp_path / "tokenizer.json", tmp_path / "kept"
     file.write_text(json.dumps({"version": "1.0", "model": model}))
@@ -110,9 +108,7 @@ def test_the_tokens_around_documents_are_those_of_the_files_beside_the_tokenizer
 @pytest.mark.parametrize("flag", [None, True, False])
 @pytest.mark.parametrize("regex", [r"\d", r"[ab]x"], ids=["here", "in another process"])
 @pytest.mark.parametrize("post", ["template", "bytes", None])
-def test_a_document_begins_as_a_text_does_in_transformers(
-    tmp_path: Path, post: str | None, regex: str, flag: bool | None
-) -> None:
+def test_a_document_begins_as_a_text_does_in_transformers(tmp_path, post, regex, flag):
     from transformers import AutoTokenizer
 
     parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -155,13 +151,7 @@ def test_a_document_begins_as_a_text_does_in_transformers(
     ],
     ids=["alone", "the same", "null", "not added", "lacking", "one token for both"],
 )
-def test_the_files_beside_a_sentencepiece_model_name_its_special_tokens(
-    tmp_path: Path,
-    model_file: Path,
-    config: dict[str, object] | None,
-    ids: tuple[int | None, int | None],
-    lines: list[str],
-) -> None:
+def test_the_files_beside_a_sentencepiece_model_name_its_special_tokens(tmp_path, model_file, config, ids, lines):
     if config is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.model").write_bytes(model_file.read_bytes())
@@ -172,24 +162,7 @@ def test_the_files_beside_a_sentencepiece_model_name_its_special_tokens(
     assert (tokenizer.fingerprint == alone.fingerprint) == (ids == (1, 2))
 
 
-def test_other_tokens_around_documents_are_other_data(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(
-        json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}})
-    )
-    found = set()
-    for bos in ("None", None, "<s>"):
-        config = {"bos_token": bos, "eos_token": "<|endoftext|>", "add_bos_token": True}
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-        found.add(load(tmp_path).fingerprint)
-    assert len(found) == 3
-    # One token for both gives the same tokens as an end alone.
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"})
-    )
-    assert load(tmp_path).fingerprint in found
-
-
-def test_a_config_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_a_config_that_cannot_be_read_is_said(tmp_path):
     model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
     config = tmp_path / "tokenizer_config.json"
@@ -200,7 +173,7 @@ def test_a_config_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     assert separators_in_words(load(tmp_path)) == ["a document ends with token 3"]
 
 
-def test_half_a_character_is_shown_as_incomplete(model_file: Path) -> None:
+def test_half_a_character_is_shown_as_incomplete(model_file):
     tokenizer = load(model_file)
     ids = tokenizer.encode("🎉")
     assert len(ids) == 4
@@ -225,7 +198,7 @@ def test_half_a_character_is_shown_as_incomplete(model_file: Path) -> None:
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, .*`git lfs pull`"),
     ],
 )
-def test_foreign_files_are_refused(tmp_path: Path, content: bytes, rule: str) -> None:
+def test_foreign_files_are_refused(tmp_path, content, rule):
     file = tmp_path / "tokenizer.model"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=rule) as caught:
@@ -236,7 +209,7 @@ def test_foreign_files_are_refused(tmp_path: Path, content: bytes, rule: str) ->
 
 
 @pytest.mark.parametrize("name", ["mine.json", "tokenizer.json"])
-def test_a_byte_order_mark_is_no_part_of_a_tokenizer(tmp_path: Path, json_file: Path, name: str) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_tokenizer(tmp_path, json_file, name):
     (tmp_path / name).write_bytes(codecs.BOM_UTF8 + json_file.read_bytes())
     tokenizer, plain = load(tmp_path / name), load(json_file)
     assert tokenizer.encode("def f(x):") == plain.encode("def f(x):")
@@ -246,7 +219,7 @@ def test_a_byte_order_mark_is_no_part_of_a_tokenizer(tmp_path: Path, json_file: 
     assert (tmp_path / "kept" / "tokenizer.json").read_bytes() == json_file.read_bytes()
 
 
-def test_missing_tokenizer(tmp_path: Path) -> None:
+def test_missing_tokenizer(tmp_path):
     with pytest.raises(ConfigError, match=r"does not exist; give a \.model"):
         load(tmp_path / "none.model")
     with pytest.raises(ConfigError, match=r"has neither tokenizer\.json nor tokenizer\.model"):
@@ -254,7 +227,7 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["mine.json", "mine", "tokenizer.model", "tokenizer.json"])
-def test_a_tokenizer_is_kept_where_it_is_found(tmp_path: Path, json_file: Path, name: str) -> None:
+def test_a_tokenizer_is_kept_where_it_is_found(tmp_path, json_file, name):
     for folder in ("mine", "kept"):
         (tmp_path / folder).mkdir()
     mine = tmp_path / "mine" / name
@@ -265,7 +238,7 @@ def test_a_tokenizer_is_kept_where_it_is_found(tmp_path: Path, json_file: Path, 
     assert load(tmp_path / "kept").fingerprint == load(mine).fingerprint == load(json_file).fingerprint
 
 
-def test_a_model_of_another_name_is_kept_where_it_is_found(tmp_path: Path, model_file: Path) -> None:
+def test_a_model_of_another_name_is_kept_where_it_is_found(tmp_path, model_file):
     (tmp_path / "mine.json").write_bytes(model_file.read_bytes())
     (tmp_path / "kept").mkdir()
     assert keep(tmp_path / "mine.json", tmp_path / "kept") == "tokenizer.model"
@@ -274,7 +247,7 @@ def test_a_model_of_another_name_is_kept_where_it_is_found(tmp_path: Path, model
     assert keep(tmp_path / "kept" / "tokenizer.model", tmp_path / "kept") == "tokenizer.model"
 
 
-def test_a_link_where_a_tokenizer_is_kept_is_replaced(tmp_path: Path, model_file: Path) -> None:
+def test_a_link_where_a_tokenizer_is_kept_is_replaced(tmp_path, model_file):
     """A stranger's run may have a link to any file of the user there."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "kept").mkdir()
@@ -284,7 +257,7 @@ def test_a_link_where_a_tokenizer_is_kept_is_replaced(tmp_path: Path, model_file
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def added(name: str, number: int) -> dict[str, object]:
+def added(name, number):
     flags = ("single_word", "lstrip", "rstrip", "normalized")
     return {"id": number, "content": name, "special": True, **dict.fromkeys(flags, False)}
 
@@ -302,9 +275,7 @@ def added(name: str, number: int) -> dict[str, object]:
     ],
     ids=["one id for two", "a gap", "32 bits", "64 bits", "negative", "moved", "beyond"],
 )
-def test_a_vocabulary_that_no_model_can_use_is_refused(
-    tmp_path: Path, vocabulary: dict[str, int], tokens: list[dict[str, object]], rule: str
-) -> None:
+def test_a_vocabulary_that_no_model_can_use_is_refused(tmp_path, vocabulary, tokens, rule):
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": tokens, "model": model}))
     with pytest.raises(ConfigError, match=rule) as refused:
@@ -312,16 +283,16 @@ def test_a_vocabulary_that_no_model_can_use_is_refused(
     assert refused.value.key == "data.tokenizer"
 
 
-def test_training_is_repeatable(tmp_path: Path) -> None:
+def test_training_is_repeatable(tmp_path):
     for name in ("a", "b"):
         train_sentencepiece((text(number) for number in range(30)), vocab_size=330, file=tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_training_reads_texts_of_any_kind(tmp_path: Path) -> None:
+def test_training_reads_texts_of_any_kind(tmp_path):
     texts = ["\t\ttabs\n" * 20, "x" * 50_000, "\u2581 \x00 \r\n" * 20, "中文" * 500, *(text(n) for n in range(30))]
     train_sentencepiece(texts, vocab_size=330, file=tmp_path / "any.model")
-    tokenizer: Tokenizer = load(tmp_path / "any.model")
+    tokenizer = load(tmp_path / "any.model")
     assert all(tokenizer.decode(tokenizer.encode(each)) == each for each in texts)
 
 
@@ -334,20 +305,126 @@ def test_training_reads_texts_of_any_kind(tmp_path: Path) -> None:
         ([], 400, "data", "no text to train a tokenizer on"),
     ],
 )
-def test_texts_that_cannot_train_a_tokenizer(
-    tmp_path: Path, texts: list[str], vocab_size: int, key: str, message: str
-) -> None:
+def test_texts_that_cannot_train_a_tokenizer(tmp_path, texts, vocab_size, key, message):
     with pytest.raises(ConfigError, match=message) as caught:
         train_sentencepiece(texts, vocab_size=vocab_size, file=tmp_path / "t.model")
     assert caught.value.key == key
     assert not (tmp_path / "t.model").exists()
 
 
-def test_an_error_of_the_texts_is_the_callers_error(tmp_path: Path) -> None:
-    def broken() -> Iterator[str]:
+def test_an_error_of_the_texts_is_the_callers_error(tmp_path):
+    def broken():
         yield text(1)
         raise ConfigError("data.files", "x", "broke", "mend it")
 
     with pytest.raises(ConfigError, match=r"^data\.files=x: broke; mend it$"):
         train_sentencepiece(broken(), vocab_size=330, file=tmp_path / "t.model")
     assert not (tmp_path / "t.model").exists()
+
+
+# Fetching a tokenizer, from a hub that is a folder here
+
+
+def failed(kind, status):
+    response = httpx.Response(status, request=httpx.Request("GET", "https://hub.invalid/x"))
+    return kind("no", response=response)
+
+
+class Hub:
+    """Stands in for `hf_hub_download`: files of a folder, or an error."""
+
+    def __init__(self, folder=None, error=None):
+        self.folder, self.error = folder, error
+        self.asked = []
+
+    def __call__(self, *, repo_id, filename, local_dir, token):
+        self.asked.append((repo_id, filename, token))
+        if self.error is not None:
+            raise self.error
+        assert self.folder is not None
+        if not (self.folder / filename).is_file():
+            raise failed(errors.RemoteEntryNotFoundError, 404)
+        (Path(local_dir) / ".cache").mkdir(exist_ok=True)
+        return str(shutil.copyfile(self.folder / filename, Path(local_dir, filename)))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    def install(**how):
+        made = Hub(**how)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setattr("titanlab.system.hub.silence", lambda: None)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", made)
+        return made
+
+    return install
+
+
+def test_fetches_what_the_model_has(hub, json_file, tmp_path):
+    fake, lines = hub(folder=json_file.parent), []
+    found = download_tokenizer("owner/model", tmp_path / "a" / "b", "secret", report=lines.append)
+    assert found == tmp_path / "a" / "b" / "tokenizer.json"
+    assert sorted(each.name for each in found.parent.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert (load(found).bos_id, load(found.parent).eos_id) == (0, 1)
+    assert {(repo, token) for repo, _, token in fake.asked} == {("owner/model", "secret")}
+    assert any(f"{load(found).vocab_size} tokens" in line for line in lines)
+    assert not any("secret" in line for line in lines)
+
+
+def test_prefers_the_file_it_can_read(hub, json_file, tmp_path):
+    shutil.copytree(json_file.parent, tmp_path / "hub")
+    (tmp_path / "hub" / "tokenizer.model").write_bytes(b"dGhl 0\nYQ== 1\n")
+    hub(folder=tmp_path / "hub")
+    assert download_tokenizer("owner/model", tmp_path / "out").name == "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (failed(errors.GatedRepoError, 403), "does not let you in: .*; accept its terms .*--token or HF_TOKEN"),
+        (failed(errors.HfHubHTTPError, 401), "does not let you in"),
+        (failed(errors.RepositoryNotFoundError, 404), "is no model of the hub, or a private one; check its name"),
+        (errors.HFValidationError("bad name"), "is no model of the hub"),
+        (errors.LocalEntryNotFoundError("offline"), r"cannot be fetched \(offline\); check the network"),
+        (httpx.ConnectError("no route\nto host"), r"cannot be fetched \(no route to host\); check the network"),
+        (failed(errors.HfHubHTTPError, 500), "cannot be fetched"),
+    ],
+)
+def test_a_hub_that_gives_nothing(hub, tmp_path, error, message):
+    hub(error=error)
+    with pytest.raises(ConfigError, match=f"^repo=owner/model: {message}") as caught:
+        download_tokenizer("owner/model", tmp_path / "out", "secret")
+    assert "secret" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_tokenizer(hub, tmp_path):
+    (tmp_path / "hub").mkdir()
+    hub(folder=tmp_path / "hub")
+    with pytest.raises(ConfigError, match=r"has neither tokenizer\.json nor tokenizer\.model"):
+        download_tokenizer("owner/model", tmp_path / "out")
+
+
+def test_a_file_that_is_no_tokenizer_replaces_nothing(hub, tmp_path, model_file):
+    shutil.copytree(model_file.parent, tmp_path / "out")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "tokenizer.model").write_bytes(b"dGhl 0\nYQ== 1\n")
+    hub(folder=tmp_path / "hub")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model: is in tiktoken's format"):
+        download_tokenizer("owner/model", tmp_path / "out")
+    assert load(tmp_path / "out").fingerprint == load(model_file).fingerprint
+
+
+@pytest.mark.parametrize("repo", ["", "/", "a/b/c", "https://hub.invalid/a/b"])
+def test_names_that_are_none(hub, tmp_path, repo):
+    fake = hub()
+    with pytest.raises(ConfigError, match="is no model of the hub; give <owner>/<model>"):
+        download_tokenizer(repo, tmp_path)
+    assert not fake.asked
+
+
+def test_a_folder_that_cannot_be_written(hub, tmp_path, model_file):
+    hub(folder=model_file.parent)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="^--folder=.*: cannot be written"):
+        download_tokenizer("owner/model", tmp_path / "file" / "below")

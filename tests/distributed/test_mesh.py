@@ -60,24 +60,6 @@ def test_every_rank_has_a_place_of_its_own(layout):
 
 
 @every
-def test_a_coordinate_is_the_rank_in_the_axis_own_mesh(layout):
-    shared = [axis for axis, degree in layout.degrees().items() if degree > 1]
-
-    def numbers(mesh):
-        return [(mesh.coordinate(axis), mesh.axis(axis).get_local_rank()) for axis in shared]
-
-    for found in of_every_rank(layout, numbers):
-        assert all(coordinate == own for coordinate, own in found)
-
-
-@every
-def test_an_axis_without_sharing_has_number_0(layout):
-    with rank_of(layout, layout.world - 1) as mesh:
-        last = {axis: mesh.coordinate(axis) for axis in layout.degrees()}
-    assert last == {axis: degree - 1 for axis, degree in layout.degrees().items()}
-
-
-@every
 def test_ranks_that_read_other_data_have_other_numbers(layout):
     def place(mesh):
         return mesh.data_rank, tuple(mesh.coordinate(axis) for axis in DATA_AXES)
@@ -118,14 +100,6 @@ def test_ranks_that_share_experts_are_neighbours(layout):
     shards = of_every_rank(layout, lambda mesh: mesh.expert_data_parallel.mesh.shape)
     replicas = () if layout.replicate == 1 else (layout.replicate,)
     assert {tuple(shape) for shape in shards} == {(*replicas, layout.expert_shard)}
-
-
-@pytest.mark.parametrize(
-    "layout", [layout for layout in LAYOUTS if layout.expert == 1], ids=lambda layout: layout.label
-)
-def test_without_expert_parallelism_there_is_no_second_mesh(layout):
-    with rank_of(layout, 0) as mesh:
-        assert mesh.experts is None
 
 
 def test_an_axis_is_one_object():

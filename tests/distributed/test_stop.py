@@ -25,14 +25,14 @@ from titanlab.records import OutcomeKind, StopReason
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_sets_the_flag_and_one_that_is_no_echo_ends(number, monkeypatch):
-    monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 300)
     before = signal.getsignal(number)
     with stop_request() as request:
         assert request.signal == 0
         os.kill(os.getpid(), number)
         assert request.signal == number
         os.kill(os.getpid(), number)
-        time.sleep(0.3)
+        monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
@@ -143,13 +143,13 @@ def test_a_rank_that_is_woken_again_while_it_ends_is_not_interrupted_again():
 
 def test_before_the_first_step_an_error_that_is_on_its_way_comes_first():
     with stop_request() as request:
-        with pytest.raises(LookupError), request.at_once(active=True, patience_seconds=0.2):
+        with pytest.raises(LookupError), request.at_once(active=True, patience_seconds=1.0):
             os.kill(os.getpid(), signal.SIGTERM)
             raise LookupError
         # The request waits, and nothing is raised outside the block.
-        time.sleep(0.3)
+        time.sleep(1.2)
         assert request.signal == signal.SIGTERM
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         with pytest.raises(stop.StoppedEarly), request.at_once(active=True, patience_seconds=0.1):
             raise AssertionError("the request was there before")
     with stop_request() as request, pytest.raises(stop.StoppedEarly):
@@ -181,14 +181,14 @@ def test_the_death_of_the_launcher_ends_a_wait_for_a_compiler_that_is_stopped(mo
     begin = time.monotonic()
     with stop_request() as request, pytest.raises(stop.StoppedEarly):
         with request.at_once(active=True, patience_seconds=patience):
-            compiler = subprocess.Popen(["sleep", "20"])
+            compiler = subprocess.Popen(["sleep", "300"])
             monkeypatch.setenv("TITANLAB_PARENT", str(os.getpid()))
             try:
                 compiler.wait()
             finally:
                 compiler.kill()
                 compiler.wait()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 120
     assert signal.getsignal(signal.SIGCONT) is signal.SIG_DFL
 
 
@@ -206,11 +206,11 @@ def test_held_signals_are_noted_in_their_order_and_end_nothing(monkeypatch):
 
 
 def test_a_second_ctrl_c_ends_what_holds_signals(monkeypatch):
-    monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 300)
     with pytest.raises(Impatient, match="interrupted again"), held_signals() as held:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.2)
+        monkeypatch.setattr(stop, "ONE_REQUEST_SECONDS", 0.0)
         # A scheduler may repeat its signals.
         os.kill(os.getpid(), signal.SIGTERM)
         assert [number for number, _ in held] == [signal.SIGINT, signal.SIGINT, signal.SIGTERM]

@@ -1,7 +1,7 @@
 """Every command that a page, a comment or a help shows runs as it is written, in the page's order.
 
 Recipes are composed and held to every rule, as before a start; of long sweeps the first point is planned (tests/sweep
-plans them whole). Nothing is started: tests/docs/test_runs.py trains.
+plans them whole). Nothing is started: tests/docs/test_executed.py trains.
 """
 
 from __future__ import annotations

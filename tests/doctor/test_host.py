@@ -45,8 +45,7 @@ def test_a_name_that_cannot_be_resolved(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answer", "now", "state"),
-    [("no", None, "warn"), ("yes", None, "ok"), (None, None, "ok"), ("yes", 1000.0, "fail")],
+    ("answer", "now", "state"), [("no", None, "warn"), ("yes", None, "ok"), (None, None, "ok"), ("yes", 1000.0, "fail")]
 )
 def test_a_clock(tmp_path, monkeypatch, answer, now, state):
     if answer is not None:
@@ -228,38 +227,6 @@ def test_the_file_system(tmp_path, monkeypatch, kinds, shared, state):
     mounts = [Mount(kind, place) for kind, place in zip(kinds, ("/", str(tmp_path)), strict=False)]
     monkeypatch.setattr(host.psutil, "disk_partitions", lambda **given: mounts)
     assert states(host.check_runs(tmp_path, needs_shared=shared))["file system"] == state
-
-
-def test_the_nearest_folder_that_exists_is_found(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    assert host.existing(tmp_path) == tmp_path
-    assert host.existing(tmp_path / "a" / "b") == tmp_path
-    # A file is no folder, and nothing can be made below it.
-    assert host.existing(tmp_path / "file" / "a") == tmp_path
-    monkeypatch.chdir(tmp_path)
-    assert host.existing(Path("a/../b")) == tmp_path
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert host.existing(Path("~/runs")) == tmp_path
-
-
-def test_the_deepest_mount_is_that_of_a_folder(tmp_path, monkeypatch):
-    inner = tmp_path / "inner"
-    inner.mkdir()
-    (tmp_path / "link").symlink_to("inner")
-    mounts = [Mount("ext4", "/"), Mount("nfs4", str(tmp_path)), Mount("lustre", str(inner))]
-    mounts.append(Mount("tmpfs", str(tmp_path / "in")))
-    monkeypatch.setattr(host.psutil, "disk_partitions", lambda **given: mounts)
-    assert host.file_system(tmp_path) == ("nfs4", str(tmp_path))
-    assert host.file_system(inner / "a") == host.file_system(tmp_path / "link") == ("lustre", str(inner))
-    # The later of two mounts in one place hides the earlier one.
-    mounts.append(Mount("ceph", str(inner)))
-    assert host.file_system(inner) == ("ceph", str(inner))
-
-    def fails(**given):
-        raise OSError
-
-    monkeypatch.setattr(host.psutil, "disk_partitions", fails)
-    assert host.file_system(inner) == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -65,38 +65,6 @@ def test_code_that_runs_cannot_keep_is_a_warning(monkeypatch, state, level, text
     assert found.text.startswith(text)
 
 
-def packaged(monkeypatch, tmp_path, constraints):
-    """A package of titanlab with these constraints inside, beside none."""
-    package = tmp_path / "site" / "titanlab"
-    package.mkdir(parents=True)
-    monkeypatch.setattr(software.titanlab, "__file__", str(package / "__init__.py"))
-    if constraints is not None:
-        (package / "constraints.txt").write_text(constraints)
-    return package
-
-
-@pytest.mark.parametrize(
-    ("text", "versions"),
-    [
-        ("torch==2.11.0\nHydra_Core==1.3.2\nruamel.yaml==1\n", {"torch": "2.11.0", "hydra-core": "1.3.2", "ruamel-yaml": "1"}),
-        ("# torch==1\n\n--index-url https://x\ntorch>=2\ntorch==2.11.0 ; python_version > '3'\n", {"torch": "2.11.0"}),
-        ("", {}),
-        (None, {}),
-    ],
-)  # fmt: skip
-def test_the_versions_that_were_tested_are_read_from_the_constraints(monkeypatch, tmp_path, text, versions):
-    packaged(monkeypatch, tmp_path, text)
-    assert software.tested_versions() == versions
-
-
-def test_the_constraints_in_a_package_go_before_those_beside_it(monkeypatch, tmp_path):
-    package = packaged(monkeypatch, tmp_path, None)
-    (package.parent / "constraints.txt").write_text("torch==1.0\n")
-    assert software.tested_versions() == {"torch": "1.0"}
-    (package / "constraints.txt").write_text("torch==2.0\n")
-    assert software.tested_versions() == {"torch": "2.0"}
-
-
 @pytest.mark.parametrize(
     ("installed", "required", "found"),
     [

@@ -51,7 +51,7 @@ def test_the_lines_about_torch(changes, expected):
         ("echo '[1]'", "exit code 0"),
         ("echo 'ImportError: libcudart.so.12: cannot open' >&2; exit 1", "ImportError: libcudart.so.12: cannot open"),
         ("kill -SEGV $$", "exit code -11"),
-        ("exec sleep 30", "gave no answer within 0.3 s"),
+        ("exec sleep 120", "gave no answer within 0.3 s"),
     ],
 )
 def test_a_torch_that_cannot_be_used_is_named(tmp_path, script, problem):
@@ -69,7 +69,7 @@ def test_a_torch_that_cannot_be_used_is_named(tmp_path, script, problem):
         ("""echo '{"totals": [3.0, 1.0], "seconds": 0.5}'""", "fail", "the sum is wrong"),
         ("echo garbage", "fail", "exit code 0"),
         ("echo 'RuntimeError: no route to host' >&2; exit 1", "fail", "RuntimeError: no route to host"),
-        ("exec sleep 30", "fail", "2 processes did not meet within 0.3 s"),
+        ("exec sleep 120", "fail", "2 processes did not meet within 0.3 s"),
     ],
 )
 def test_processes_that_do_not_meet_are_named(tmp_path, script, state, text):
@@ -77,7 +77,7 @@ def test_processes_that_do_not_meet_are_named(tmp_path, script, state, text):
     begin = time.monotonic()
     finding = check_all_reduce("gloo", 2, python=str(python), seconds=0.3 if "sleep" in script else 20)
     assert (finding.state, finding.text) == (state, text)
-    assert time.monotonic() - begin < 15
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.full

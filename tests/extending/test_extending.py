@@ -71,7 +71,7 @@ def prints(said: str, shown: str) -> bool:
 
 
 # Those that take longest run in `make test-full`.
-SLOW = ("A precision", "A model", "A launcher", "A tracker", "An activation checkpointing policy")
+SLOW = ("A precision", "An optimizer", "A model", "A launcher", "A tracker", "An activation checkpointing policy")
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,12 @@ Bars as in tests/prove/test_parity_matrix.py: 1e-5, relative, in fp32.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from tiny_gpt.first_blocks_schema import FirstBlocks
 from tiny_gpt.fp64_schema import Fp64
 from tiny_gpt.gpt_schema import Gpt
 
-from tests import tiny
 from tests.prove.parity_rows import COMMON, SCHEDULES
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
 from titanlab.techniques.precision.cast_schema import Bf16
@@ -48,7 +43,7 @@ ROWS = [
 ]
 
 
-def recipe(folder, kind="plain", **given):
+def keys_of(kind="plain", **given):
     sizes = {"width": 64, "depth": LAYERS, "heads": 4, "places": 48, "vocab_size": 256, **KINDS[kind]}
     keys = {**COMMON, **given}
     keys.pop("layers")
@@ -57,29 +52,11 @@ def recipe(folder, kind="plain", **given):
         keys.setdefault("microbatch", 8 // (layout["shard"] * layout["replicate"]) // 4 or 1)
     if "schedule" in keys:
         keys["pipeline_schedule"] = SCHEDULES[keys.pop("schedule")]
-    return tiny.recipe(folder, model=Gpt(**sizes), **keys)
-
-
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
+    return {**keys, "model": Gpt(**sizes)}
 
 
 def label(kind, given):
     return f"{kind}: " + ",".join(f"{key}={value}" for key, value in given.items())
-
-
-@pytest.fixture(scope="module")
-def references(pool, tmp_path_factory):
-    """The trace of one process, by kind; each trained once."""
-    known = {}
-
-    def reference(kind):
-        if kind not in known:
-            made = recipe(tmp_path_factory.mktemp("reference"), kind)
-            known[kind] = pool.run(1, traced, made, tiny.begin(made))[0]
-        return known[kind]
-
-    return reference
 
 
 @pytest.mark.parametrize(
@@ -89,12 +66,10 @@ def references(pool, tmp_path_factory):
         for kind, given, always in ROWS
     ],
 )
-def test_a_layout_trains_as_one_process(pool, references, tmp_path, kind, given):
-    made = recipe(tmp_path, kind, **given)
-    every = pool.run(made.world, traced, made, tiny.begin(made))
-    assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
-    assert len(every[0].losses) == 5
-    difference = compare(references(kind), every[0])
+def test_a_layout_trains_as_one_process(traces, kind, given):
+    trace = traces(**keys_of(kind, **given))
+    assert len(trace.losses) == 5
+    difference = compare(traces(**keys_of(kind)), trace)
     assert difference.largest <= BAR, difference
 
 
@@ -120,10 +95,8 @@ TECHNIQUES = [
         for i, (layout, given, always) in enumerate(TECHNIQUES)
     ],
 )
-def test_techniques_change_nothing_but_cost(pool, references, tmp_path, layout, given):
-    made = recipe(tmp_path, **layout, **given)
-    trace = pool.run(made.world, traced, made, tiny.begin(made))[0]
-    difference = compare(references("plain"), trace)
+def test_techniques_change_nothing_but_cost(traces, layout, given):
+    difference = compare(traces(**keys_of()), traces(**keys_of(**layout, **given)))
     assert difference.largest <= BAR, difference
 
 
@@ -133,14 +106,11 @@ BAND = 1.5
 
 
 @pytest.mark.full
-def test_four_dimensions_with_everything_on(pool, references, tmp_path):
+def test_four_dimensions_with_everything_on(traces):
     layout = {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}
-    made = recipe(tmp_path / "4d", **layout, ac=SelectiveOp(), precision=Bf16(), **COMPILED)
-    assert made.world == 16
-    trace = pool.run(16, traced, made, tiny.begin(made), limit_seconds=300)[0]
-    alone = recipe(tmp_path / "1", precision=Bf16())
-    band = compare(references("plain"), pool.run(1, traced, alone, tiny.begin(alone))[0])
-    difference = compare(references("plain"), trace)
+    exact = traces(**keys_of())
+    band = compare(exact, traces(**keys_of(precision=Bf16())))
+    difference = compare(exact, traces(**keys_of(**layout, ac=SelectiveOp(), precision=Bf16(), **COMPILED)))
     # The losses' own error is smaller than what a rounding of a single one would be: it is left to luck.
     assert difference.loss <= 2**-9, (difference, band)
     assert difference.gradient[0] <= BAND * band.gradient[0], (difference, band)

@@ -21,9 +21,9 @@ from titanlab.data.tokenizers import load
 from titanlab.distributed import Host, write_stop
 from titanlab.errors import ConfigError
 from titanlab.launch import close_dead, conclude, go_back, with_progress
-from titanlab.launch.attempt import begin, check_own_checkpoint, close_earlier, keep_tokenizer
+from titanlab.launch.attempt import begin, close_earlier, keep_tokenizer
 from titanlab.recipe import to_mapping
-from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, StopReason
+from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, StopReason
 
 
 def group(**given):
@@ -67,13 +67,6 @@ def test_an_attempt_begins_with_its_recipe_and_its_machine(tmp_path, monkeypatch
     assert (env["launcher"], env["devices"]) == ("torchrun", {"accelerator": "cpu", "name": "cpu", "count": 2})
     # As each of its two ranks will decide.
     assert env["threads"] == 3
-
-
-def test_a_run_that_has_saved_nothing_begins_with_its_first_step(tmp_path):
-    recipe = tiny.recipe(tmp_path)
-    run = stopped(recipe)
-    check_own_checkpoint(run, recipe, None)
-    assert begin(run, recipe, group()) == 2
 
 
 @pytest.mark.parametrize("noted", [True, False])
@@ -171,14 +164,6 @@ def test_a_rank_s_own_record_has_priority_over_its_exit_code(tmp_path):
     assert run.result() == outcome
 
 
-def test_ranks_without_a_record_end_by_their_exit_codes(tmp_path):
-    run = tiny.begin(tiny.recipe(tmp_path))
-    assert conclude(run, 1, {2: -9}, memory=KillEvidence(by_kernel=True, words="seen")).kind is OutcomeKind.OOM
-    run = tiny.begin(tiny.recipe(tmp_path / "other"))
-    outcome = conclude(run, 1, {2: -9})
-    assert (outcome.kind, outcome.rank) == (OutcomeKind.CRASH, 2)
-
-
 def test_ranks_that_exit_with_0_before_the_last_step_have_crashed(tmp_path):
     run = tiny.begin(tiny.recipe(tmp_path))
     assert conclude(run, 1, {}).kind is OutcomeKind.CRASH
@@ -254,17 +239,6 @@ def left(run, *, state="running", silent=60.0, host=None, pid=2**22 + 1):
     return run
 
 
-def test_an_attempt_of_which_no_process_is_left_gets_a_result_from_whoever_looks(tmp_path):
-    run = left(tiny.begin(tiny.recipe(tmp_path)))
-    close_dead(run)
-    result = run.result()
-    assert (result.kind, result.step, result.attempt) == (OutcomeKind.CRASH, 3, 1)
-    assert result.cause.startswith(
-        "its processes left no result: they were killed, their host ended, or the disk was full"
-    )
-    assert (run.result(1), run.status().outcome) == (result, "crash")
-
-
 def test_a_result_that_only_the_attempt_has_becomes_the_run_s(tmp_path):
     run = left(tiny.begin(tiny.recipe(tmp_path)))
     run.write_result(Outcome(kind=OutcomeKind.NAN, step=4, attempt=1, cause="the loss is not finite"))
@@ -272,13 +246,6 @@ def test_a_result_that_only_the_attempt_has_becomes_the_run_s(tmp_path):
     run = left(run)
     close_dead(run)
     assert (run.result(), run.status().outcome) == (run.result(1), "nan")
-
-
-def test_its_ranks_own_notes_say_more(tmp_path):
-    run = left(tiny.begin(tiny.recipe(tmp_path)))
-    run.write_failure(Outcome(kind=OutcomeKind.PREEMPTED, rank=1, attempt=1, cause="its launcher is gone"))
-    close_dead(run)
-    assert (run.result().kind, run.result().cause) == (OutcomeKind.PREEMPTED, "its launcher is gone")
 
 
 @pytest.mark.parametrize("cause", ["its time is over", "its time is over; the run can be resumed"])
@@ -302,13 +269,6 @@ def test_so_does_a_stop_that_came_before_all_were_killed(tmp_path, cause):
 def test_as_long_as_a_process_may_be_left_nothing_is_written(tmp_path, how):
     run = left(tiny.begin(tiny.recipe(tmp_path)), **how)
     close_dead(run)
-    assert run.result() is None
-
-
-def test_an_attempt_that_a_live_launcher_has_claimed_is_left_alone(tmp_path):
-    run = left(tiny.begin(tiny.recipe(tmp_path)))
-    with run.claim(), pytest.raises(ConfigError, match="in the hands of"):
-        close_dead(run)
     assert run.result() is None
 
 

@@ -72,14 +72,6 @@ def goes_on(process):
     return f"`kill -CONT {process.pid}` on {socket.gethostname()} lets it go on"
 
 
-def test_without_a_request_nothing_is_ever_due(watch, run, clock, process):
-    escalation, lines = watch()
-    for _ in range(5):
-        clock.now += 10_000
-        assert not escalation.is_due({0: process.pid})
-    assert (lines, run.failures(1)) == ([], [])
-
-
 def test_before_the_first_step_ranks_have_a_short_time(watch, run, clock, process):
     escalation, lines = watch()
     escalation.signalled(signal.SIGTERM)
@@ -142,25 +134,6 @@ def test_the_first_request_is_answered_at_once(watch, run, process, number):
         assert not escalation.is_due({0: process.pid})
     line = "stopping after this step, then saving. A second Ctrl-C ends the run now"
     assert lines == [f"{line}; 3 steps since the checkpoint of step 5 are lost"]
-
-
-@on_linux
-def test_a_rank_that_stays_stopped_does_not_outlive_a_request(watch, run, clock, process):
-    os.kill(process.pid, signal.SIGSTOP)
-    until(lambda: process_state(process.pid) == "T")
-    escalation, _ = watch()
-    pids = {0: os.getpid(), 1: process.pid}
-    reached(run, 2)
-    escalation.signalled(signal.SIGTERM)
-    assert not escalation.is_due(pids)
-    clock.now += STOPPED_SECONDS
-    assert escalation.is_due(pids)
-    (note,) = run.failures(1)
-    assert (note.kind, note.rank) == (OutcomeKind.PREEMPTED, 1)
-    assert note.cause == (
-        "asked to end by SIGTERM; rank 1 did not end (its process is stopped (SIGSTOP)), so all ranks were killed; "
-        "2 steps are lost"
-    )
 
 
 @on_linux

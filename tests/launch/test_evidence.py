@@ -7,8 +7,6 @@ import pytest
 from tests import tiny
 from titanlab.launch import bad_hosts, clear_bad_hosts, host_names, memory_kills
 from titanlab.launch.evidence import MemoryKills, early_end, note_bad_host, printed_lines, suspect
-from titanlab.launch.launchers_schema import Slurm
-from titanlab.launch.slurm import batch
 from titanlab.records import KillEvidence, Outcome, OutcomeKind
 
 SRUN = "srun: error: n1: task 0: Exited with exit code 2"
@@ -107,16 +105,6 @@ def test_hosts_are_remembered_and_cleared(run):
     assert host_names(bad_hosts(runs)) == ["n1"]
     assert clear_bad_hosts(runs) == 1
     assert bad_hosts(runs) == bad_hosts(runs / "none") == []
-
-
-def test_a_later_job_of_the_run_leaves_them_out_and_others_do_not(run):
-    sweep, name = run.path.parent, run.path.name
-    assert batch._bad(Slurm(), sweep, ["other", name]) == ["n3", "n1"]
-    # One rank that somebody kills must not take a host from everybody.
-    assert batch._bad(Slurm(), sweep, ["other"]) == []
-    assert batch._bad(Slurm(nodelist="n3"), sweep, [name]) == []
-    clear_bad_hosts(sweep.parent)
-    assert batch._bad(Slurm(), sweep, [name]) == []
 
 
 def test_names_that_are_flags_and_damaged_lines_are_skipped(run):

@@ -91,16 +91,6 @@ def loads(kind):
     return ranks
 
 
-def test_preparing_makes_no_folder_and_gives_every_equal_recipe_the_same_name(tmp_path, starts):
-    recipe = tiny.recipe(tmp_path / "runs", shard=2)
-    first = ready(recipe)
-    assert ready(replace(recipe, name="other", sweep="s")).identity == first.identity
-    assert ready(replace(recipe, repeat=1)).identity != first.identity
-    assert first.recipe == recipe
-    assert first.ranks is None
-    assert (starts, list(tmp_path.iterdir())) == ([], [])
-
-
 def test_the_name_does_not_depend_on_whether_the_data_was_prepared_before(tmp_path, starts, monkeypatch):
     monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "cache"))
     corpus = tmp_path / "corpus.txt"
@@ -132,13 +122,6 @@ def test_weights_that_the_folder_of_init_from_has_and_that_are_not_read_are_said
     told.clear()
     prepare([recipe], told.append, started=True)
     assert told == []
-
-
-def test_quick_rules_of_all_come_before_the_data_of_one(tmp_path, starts, monkeypatch):
-    monkeypatch.setattr("titanlab.data.source.prepare", lambda config, report: pytest.fail("data was prepared"))
-    good = tiny.recipe(tmp_path)
-    with pytest.raises(ConfigError, match="seed=-1"):
-        prepare([good, replace(good, seed=-1)], print)
 
 
 def test_a_run_is_born_started_and_recorded(tmp_path, starts, console):
@@ -389,21 +372,6 @@ def test_damaged_checkpoints_are_passed_over_in_a_line_each(tmp_path, starts, co
     with pytest.raises(ConfigError, match="is damaged: its file position.json is missing; give another"):
         execute(ready(recipe), console)
     assert (latest(run.checkpoints), run.attempts()) == (step_folder(run.checkpoints, 2), [1, 2])
-
-
-@pytest.mark.parametrize(
-    ("make", "rule"),
-    [
-        (lambda folder: folder.write_text(""), "is no folder"),
-        (lambda folder: folder.symlink_to("/dev/null"), "is no folder"),
-    ],
-)
-def test_a_folder_of_runs_that_cannot_be_is_told_before_anything_is_made(tmp_path, starts, make, rule):
-    make(tmp_path / "runs")
-    for runs in (tmp_path / "runs", tmp_path / "runs" / "deeper"):
-        with pytest.raises(ConfigError, match=rule) as refused:
-            prepare([tiny.recipe(runs)], print)
-        assert refused.value.key == "runs"
 
 
 def test_a_folder_without_permission_is_told(tmp_path, starts, monkeypatch):

@@ -17,7 +17,7 @@ from titanlab.launch import task, write_submission
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.job import Loss, RankGroup, Rendezvous, answer_call, find_meeting, lost_ranks, ranks_in
 from titanlab.launch.launchers_schema import Local
-from titanlab.launch.task import fewest_nodes, requeue_after, requeue_without_rank_0
+from titanlab.launch.task import requeue_after, requeue_without_rank_0
 from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind
 
@@ -89,18 +89,6 @@ def test_a_job_does_not_train_another_recipe_under_the_name_of_its_run(tmp_path)
     file.write_text(file.read_text().replace("  lr: 0.001\n", "  lr: 0.1\n"))
     with pytest.raises(ConfigError, match=r"^optimizer.lr=0.1: the run was made with 0.001, by its identity.json"):
         RankGroup(_Stub(run, 1), print).recipe()
-
-
-@pytest.mark.full
-def test_a_rank_of_a_job_that_is_killed_comes_back(jobs):
-    run, codes, said = started(jobs, 2, Local(restarts=2, threads=1), fault="kill", step=4, rank=1, attempt=1)
-    assert codes == [0, 0], said
-    assert (run.result().kind, run.result().step, run.attempts()) == (OutcomeKind.DONE, 6, [1, 2])
-    assert [row["step"] for row in run.metrics("attempt")] == [0, 2]
-    assert "attempt 1 ended as crash after step 3, rank 1 (killed by SIGKILL" in record(run, 2)["why"]
-    assert "restart 1 of 2 from step 2" in said
-    # Both attempts are of one job.
-    assert run.job(1)["token"] == run.job(2)["token"]
 
 
 @pytest.mark.full
@@ -265,11 +253,7 @@ class Launcher:
 def job_of(eight, *, rank=0, taken=(), **launch):
     run = tiny.begin(eight)
     place = ProcessPlace(
-        launcher="slurm",
-        job_id="12_0",
-        raw_job_id="12",
-        ranks=replace(ALONE, rank=rank, world=8),
-        nodes=NODES,
+        launcher="slurm", job_id="12_0", raw_job_id="12", ranks=replace(ALONE, rank=rank, world=8), nodes=NODES
     )
     return SimpleNamespace(
         run=run,
@@ -291,13 +275,6 @@ def at_once(monkeypatch):
 @pytest.fixture
 def eight(tmp_path):
     return replace(tiny.recipe(tmp_path, shard=8, global_batch=8), launch=Local(restarts=3, min_world=3))
-
-
-def test_the_fewest_nodes(eight):
-    # Two processes a node: four is the smallest layout of at least three.
-    assert fewest_nodes(job_of(eight)) == 2
-    assert fewest_nodes(job_of(replace(eight, launch=Local(restarts=3, min_world=8)))) is None
-    assert fewest_nodes(job_of(replace(eight, launch=Local(restarts=3)))) is None
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from tests import tiny
 from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.launch import JobShape, Submission, launcher_named, write_submission
 from titanlab.launch import job as rendezvous
+from titanlab.launch import launcher_named
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.job import (
     MEETING_FILE,
@@ -25,12 +25,10 @@ from titanlab.launch.job import (
     find_meeting,
     port_of,
     publish_meeting,
-    submitted,
 )
 from titanlab.launch.slurm import launcher as slurm_launcher
 from titanlab.launch.task import claim_run
 from titanlab.launch.watch import say
-from titanlab.recipe import to_mapping
 from titanlab.records import RunFolder
 
 
@@ -60,42 +58,6 @@ def test_who_signals_twice_does_not_want_to_wait(run, launcher, times, hurried):
     assert job_of(run, launcher=launcher, signals=signals).is_hurried is hurried
 
 
-def test_the_recipe_is_the_runs_with_the_jobs_changes(run):
-    whole = to_mapping(tiny.recipe(run.path.parent.parent, steps=3))
-    assert job_of(run).config() == run.config()
-    assert run.config()["training"] == whole["training"]
-    changed = job_of(run, launch={"kind": "local", "at_once": 2}, changes={"world": 4, "launch": {"kind": "lost"}})
-    assert changed.config() == {**run.config(), "world": 4, "launch": {"kind": "local", "at_once": 2}}
-
-
-def test_facts_are_plain(run):
-    job_of(run, restart=2).note(run.begin_attempt({}, {}))
-    facts = run.job()
-    started = facts.pop("started")
-    assert started > 1e9
-    assert facts == {
-        "schema": 1,
-        "launcher": "slurm",
-        "job_id": "12_1",
-        "raw_job_id": "14",
-        "restart_count": 2,
-        "nodes": ["n1", "n2"],
-        "token": "aa",
-        "index": 1,
-    }
-
-
-def test_a_submission_is_found_by_its_token(tmp_path):
-    shape = JobShape(processes=1, tasks_per_node=1)
-    for token in ("aa", "bb"):
-        given = {"launcher": "local", "code": "", "shape": shape, "launch": {}, "runs": ("one",)}
-        write_submission(tmp_path, Submission(token=token, **given))
-    assert submitted(tmp_path, "bb").token == "bb"
-    told = f"submission=cc: is not in {tmp_path}; submit the sweep again"
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        submitted(tmp_path, "cc")
-
-
 def test_a_log_that_is_closed_stops_nothing(monkeypatch):
     class Full:
         def write(self, text):
@@ -123,14 +85,6 @@ def test_what_rank_0_publishes_is_found(run):
     # Two jobs of one run: the second begins while ranks of the first still poll.
     run.begin_attempt(run.config(), {})
     assert find_meeting(run, "7/a") == MEETING
-
-
-def test_without_an_attempt_it_is_in_the_run_s_folder_and_has_a_reason(run):
-    publish_meeting(run, Rendezvous(start="7/b", reason="done already"))
-    found = find_meeting(run, "7/b")
-    assert (found.attempt, found.reason, found.members) == (0, "done already", ())
-    publish_meeting(run, Rendezvous(start="7/c", reason="next"))
-    assert find_meeting(run, "7/b") is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"start": "7/a", "members": 5}', "\0", '"7/a"'])

@@ -1,7 +1,7 @@
 """The life of a run, ended at each of its points, under each way to start it.
 
 What a person or a scheduler signals is what they have started: `titanlab train`, torchrun, or all tasks of a job. After
-SIGTERM and SIGKILL nobody is left within 20 s, and the same command goes on: every attempt has its result, and every
+SIGTERM and SIGKILL nobody is left soon, and the same command goes on: every attempt has its result, and every
 step is done once. After SIGSTOP and SIGCONT the run goes on as if nothing had happened.
 """
 
@@ -22,7 +22,7 @@ from titanlab.records import list_runs
 STEPS = 6
 # Of a step: ranks look every second whether their launcher lives.
 SECONDS = 0.8
-LEFT_SECONDS = 20.0
+LEFT_SECONDS = 60.0
 TERM, KILL, STOP = signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP
 TWO_RANKS = ("rendezvous", "compile", "step", "save")
 
@@ -123,7 +123,8 @@ ENDS = {
     ("job", KILL): {"claim": ["done"], **PREEMPTED, "conclude": ["done"]},
     ("job", STOP): {"step": ["done"]},
 }
-QUICK = [("local", TERM, "step"), ("local", KILL, "step"), ("local", KILL, "begin"), ("job", TERM, "compile")]
+# What ends an attempt before its ranks exist, and a local run at SIGINT: test_attempt.py and test_ranks.py, in less time.
+QUICK = [("local", KILL, "step"), ("job", TERM, "compile")]
 CASES = [
     pytest.param(*case, ends, id=f"{case[0]}-{case[1].name}-{case[2]}", marks=() if case in QUICK else pytest.mark.full)
     for (launcher, number), points in ENDS.items()

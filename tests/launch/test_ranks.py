@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.command import alive, children, finished
 from tests.until import until
-from titanlab.distributed import free_port, handled_signals
+from titanlab.distributed import free_port, handled_signals, held_signals
 from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
 from titanlab.records import OutcomeKind
@@ -85,7 +85,7 @@ def test_a_rank_that_raises_is_told_with_its_traceback(command):
     # How long rank 0 took to end after it, by the clocks of both notes.
     notes = run.failures(1)
     assert [note.echo for note in notes if note.rank == 0] in ([], [True])
-    assert abs(result.ended - run.status().updated) < 10
+    assert abs(result.ended - run.status().updated) < 60
 
 
 def torchrun():
@@ -134,13 +134,15 @@ def ranks_run(monkeypatch, tmp_path):
         # A shell cannot fork ranks. This is how ranks start where the system has no adoption.
         monkeypatch.setattr(local, "adopting", lambda: contextlib.nullcontext(False))
         (tmp_path / "logs").mkdir(exist_ok=True)
-        return local.start(tmp_path, attempt=1, world=world, logs=tmp_path / "logs")
+        # As the caller of a launcher does.
+        with held_signals():
+            return local.start(tmp_path, attempt=1, world=world, logs=tmp_path / "logs")
 
     return start
 
 
-# Ten seconds in which signals are heard; then it has failed.
-WAIT = "for each in $(seq 200); do sleep 0.05; done; exit 9"
+# A minute in which signals are heard; then it has failed.
+WAIT = "for each in $(seq 1200); do sleep 0.05; done; exit 9"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -153,11 +155,6 @@ def test_ranks_that_end_well(ranks_run, tmp_path, world):
     for rank in range(world):
         assert (tmp_path / f"rank-{rank}").read_text() == f"{rank} {world} {rank} {world} 127.0.0.1\n"
     assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-def test_a_single_rank_that_fails(ranks_run):
-    assert ranks_run(1, "exit 7") == [Failure(rank=0, exit_code=7)]
-    assert ranks_run(1, "kill -9 $$") == [Failure(rank=0, exit_code=-9)]
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 3", 3), ("kill -9 $$", -9)])

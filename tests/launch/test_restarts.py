@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,9 @@ from tests.launch.command import ROOT
 from tests.planted_package import install_planted
 from tests.planted_schema import Planted
 from titanlab.distributed import this_host
-from titanlab.errors import ConfigError
-from titanlab.launch import continue_run, processes
+from titanlab.launch import RankProcesses, continue_run, processes
 from titanlab.launch.attempt import Restarts, reduced
-from titanlab.launch.launchers_schema import Local, Slurm
+from titanlab.launch.launchers_schema import Local
 from titanlab.launch.processes import hide_device
 from titanlab.records import RESTART, Outcome, OutcomeKind
 from titanlab.system import Console
@@ -64,10 +64,6 @@ def decided(tmp_path, ends, *, most=5, min_world=None, fixed=(), **given):
 )  # fmt: skip
 def test_when_a_group_starts_again(tmp_path, ends, said):
     assert decided(tmp_path, ends, shard=2) == said
-
-
-def test_without_launch_restarts_nothing_starts_again(tmp_path):
-    assert decided(tmp_path, [ended(step=3)], most=0) == [""]
 
 
 @pytest.mark.parametrize(
@@ -120,20 +116,6 @@ def test_the_device_of_a_rank_that_is_left_out_is_hidden(monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 
-@pytest.mark.parametrize("schema", [Local, Slurm])
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"restarts": -1}, "launch.restarts=-1: must not be negative; try 3"),
-        ({"restarts": 1, "min_world": 0}, "launch.min_world=0: must be at least 1"),
-        ({"min_world": 2}, "launch.min_world=2: says how small a restarted run may become, and launch.restarts=0"),
-    ],
-)
-def test_limits_that_cannot_be(schema, given, told):
-    with pytest.raises(ConfigError, match=told):
-        schema(**given)
-
-
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """The tests' data, for ranks that are processes of their own."""
@@ -175,6 +157,18 @@ def test_a_rank_that_is_killed_costs_no_step(installed, pool, tmp_path, capsys):
     straight = tiny.begin(undisturbed)
     pool.run(1, tiny.as_rank, undisturbed, straight)
     assert losses(run) == losses(straight)
+
+
+def test_ctrl_c_while_the_ranks_of_an_attempt_are_ended_begins_no_other(installed, tmp_path, monkeypatch):
+    usual = RankProcesses.end
+
+    def end(processes, number, *, seconds):
+        os.kill(os.getpid(), signal.SIGINT)
+        usual(processes, number, seconds=seconds)
+
+    monkeypatch.setattr(RankProcesses, "end", end)
+    run, outcome = trained(tmp_path, Local(restarts=2, threads=1), data=Planted(fault="kill", step=3, attempt=2))
+    assert (outcome.kind, run.attempts()) == (OutcomeKind.CRASH, [1, 2])
 
 
 @pytest.mark.full

@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from titanlab.errors import ConfigError
-from titanlab.launch import JobShape, Submission, drop_submission, submissions, write_submission
-from titanlab.launch.submission import claim_sweep, job_name, submission_file, token_of
+from titanlab.launch import JobShape, Submission, submissions, write_submission
+from titanlab.launch.submission import job_name, submission_file, token_of
 from titanlab.records import read_optional
 
 SHAPE = JobShape(processes=8, nodes=2, tasks_per_node=4, memory_gib=1.5)
@@ -45,21 +44,6 @@ def test_a_submission_is_read_as_it_was_written(sweep):
     assert submissions(sweep) == [whole]
     assert submission_file(sweep, "aa") == sweep / "submissions" / "aa.json"
     assert json.loads(submission_file(sweep, "aa").read_text())["schema"] == 1
-
-
-def test_submissions_are_sorted_by_their_time_and_then_by_token(sweep):
-    for token, created in (("cc", 1.0), ("aa", 2.0), ("bb", 1.0)):
-        write_submission(sweep, submission(token, created))
-    assert [each.token for each in submissions(sweep)] == ["bb", "cc", "aa"]
-
-
-def test_a_submission_is_replaced_and_removed(sweep):
-    write_submission(sweep, submission())
-    write_submission(sweep, made := submission(state="submitted", job_id="12"))
-    assert submissions(sweep) == [made]
-    drop_submission(sweep, made)
-    drop_submission(sweep, made)
-    assert submissions(sweep) == []
 
 
 @pytest.mark.parametrize(
@@ -121,17 +105,6 @@ def test_keys_of_other_versions_are_left_out_and_missing_ones_have_their_default
     assert read.shape == JobShape(processes=1, tasks_per_node=1)
 
 
-def test_one_process_at_a_time_claims_a_sweep(sweep):
-    with claim_sweep(sweep):
-        with (
-            pytest.raises(ConfigError, match=r"^sweep=.*: is in the hands of process \d+"),
-            claim_sweep(sweep, patience_seconds=0.0),
-        ):
-            pass
-    with claim_sweep(sweep, patience_seconds=0.0):
-        pass
-
-
 # What jobs are called and run
 
 
@@ -143,9 +116,3 @@ def test_a_job_is_called_by_its_sweep_and_run_and_found_by_its_token():
     assert len(job_name("s" * 300, "r" * 300, "0123456789")) < 255
     # As earlier versions called them.
     assert token_of("titanlab-aa11") == token_of("layouts/fsdp-0123abcd-aa11") == "aa11"
-
-
-def test_a_single_run_names_its_job_and_several_do_after_they_start():
-    assert submission(runs=("one",)).job_name("layouts") == "layouts/one-aa"
-    assert submission().job_name("layouts") == "layouts-aa"
-    assert [submission().job_name("layouts", index) for index in (0, 1)] == ["layouts/one-aa", "layouts/two-aa"]

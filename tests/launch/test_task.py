@@ -72,6 +72,7 @@ def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(
     assert rows(run) == rows(undisturbed)
 
 
+@pytest.mark.full
 def test_a_job_of_this_host_goes_on_after_a_signal_and_a_lost_rank(jobs):
     run = jobs.run(2, launcher="local", steps=40, seconds=0.1, fault="kill", step=9, rank=1)
     submission, _ = jobs.job_of(run)
@@ -155,16 +156,6 @@ def ranks_of(run, *, launcher, world):
         Job(run=run, place=ProcessPlace(launcher=launcher, job_id="12", raw_job_id="12", ranks=ranks, nodes=("n1",)), token="aa", index=0)
         for ranks in (replace(ALONE, rank=rank, world=world) for rank in range(world))
     ]  # fmt: skip
-
-
-def test_a_run_in_other_hands_is_not_done_twice(jobs, monkeypatch, capsys):
-    run = jobs.run(2, steps=3)
-    monkeypatch.setattr(task, "CLAIM_SECONDS", 0.1)
-    first, second = ranks_of(run, launcher="local", world=2)
-    with run.claim():
-        assert (task._lead(first), task._follow(second)) == (0, 0)
-    assert run.attempts() == []
-    assert capsys.readouterr().out.count("nothing is done twice") == 2
 
 
 @BOTH

@@ -161,6 +161,12 @@ def test_a_reason_to_stop_is_passed_on(run, watched):
     assert (note.kind, note.cause, note.echo) == (OutcomeKind.WALLTIME, "why; it ended before it could save", False)
 
 
+def test_a_rank_that_somebody_else_has_waited_for_counts_as_ended_well():
+    process = subprocess.Popen(["sh", "-c", "exit 5"])
+    process.wait()
+    assert RankProcesses({0: process.pid}).codes == {0: 0}
+
+
 @pytest.mark.parametrize("hurried", [False, True])
 def test_one_that_has_nothing_to_save_is_ended_at_once(run, watched, hurried):
     write_stop(run.attempt_folder(1), StopReason(kind=OutcomeKind.CANCELLED, cause="why"))

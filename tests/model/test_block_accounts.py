@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -160,32 +159,3 @@ def test_a_saved_operator_of_experts_keeps_every_byte_that_it_declares(operator)
         measured, declared = measured_and_declared(config, policy, dtype=dtype)
         assert measured - declared in (0, 4), dtype  # The sum of entropies, which the tally keeps.
         assert declared > BATCH * SEQ * config.dim * dtype.itemsize
-
-
-def test_products_have_a_row_for_each_expert_of_a_token():
-    """2 FLOPs for each weight of the chosen experts, and for the router's of all; by hand."""
-    config = replace(EXPERTS, experts=8, active_experts=5)
-    block = config.block_operations(batch=BATCH, seq_len=SEQ)
-    flops = {each.name: each.flops for each in block if each.name.startswith("feed_forward.") and each.flops}
-    tokens, width = BATCH * SEQ, 60 * 77
-    products = {f"feed_forward.experts.{name}": 2 * tokens * 5 * width for name in ("w1", "w3", "w2")}
-    assert flops == {"feed_forward.router": 2 * tokens * 60 * 8, **products}
-    assert {each.name: each.groups for each in block if each.groups > 1} == dict.fromkeys(products, 8)
-
-
-def test_experts_travel_only_with_expert_parallelism():
-    """Each of two ranks gets as many rows as it sends, and of the rows it keeps those of half the tokens."""
-    config = replace(EXPERTS, experts=4, balance="none")
-    block = config.block_operations(batch=2, seq_len=8)
-    one, two = Share(element_bytes=2), Share(element_bytes=2, tensor=2, expert=2)
-    by_name = {each.name: each for each in block}
-    exchange = by_name["feed_forward.exchange"]
-    assert one.bytes_of(exchange.keeps) == 0
-    # Counts that it sends and gets, of all experts, and 8 bytes for the place of each of its rows.
-    rows = 2 * 8 * 2 // 2
-    assert two.bytes_of(exchange.keeps) == 2 * 4 * 8 + rows * 8
-    assert two.bytes_of(by_name["feed_forward.experts.w2"].keeps) == rows * 77 * 2 + 4 * 4 // 2
-    assert one.bytes_of(by_name["feed_forward.experts.w2"].keeps) == 2 * rows * 77 * 2 + 4 * 4
-    # Without expert parallelism, tensor parallelism cuts the width of experts instead, 77 columns in parts of 38.5.
-    halves = Share(element_bytes=2, tensor=2)
-    assert halves.bytes_of(by_name["feed_forward.experts.w2"].keeps) == math.floor(2 * rows * 77 * 2 / 2) + 4 * 4

@@ -96,20 +96,6 @@ def test_against_the_formulas(change):
     torch.testing.assert_close(model(tokens[None])[0].double(), expected, rtol=1e-4, atol=1e-4 * expected.std().item())
 
 
-def test_scaling_keeps_fast_pairs_and_slows_slow_ones():
-    plain, scaled = (
-        torch.view_as_complex(llama.rope_table(load(name), seq_len=2))[1].angle()
-        for name in ("llama3_8b", "llama3_1_8b")
-    )
-    ratio = plain / scaled
-    assert ratio[0] == 1
-    assert ratio[-1] == pytest.approx(8)
-    assert ((ratio[1:] - ratio[:-1]) >= -1e-6).all()
-    wavelengths = 2 * math.pi / plain
-    assert (ratio[wavelengths < 8192 / 4] == 1).all()
-    assert (ratio[wavelengths > 8192] - 8).abs().max() < 1e-5
-
-
 def test_far_positions_keep_their_angles():
     table = llama.rope_table(load("llama3_8b"), seq_len=100_001)
     assert table.dtype == torch.float32
@@ -128,55 +114,6 @@ def test_positions():
     assert not torch.allclose(model(tokens, positions=each * 2), plain, atol=1e-3)
     with pytest.raises(ValueError, match="65 tokens, but the model was built for 64"):
         model(random_tokens(model.config, 1, 65))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_forms_of_the_rotation_agree(monkeypatch, dtype):
-    x = torch.randn(2, SEQ, 4, 16, dtype=dtype, requires_grad=True)
-    rope = llama.rope_table(load("debug"), seq_len=SEQ).unsqueeze(-3)
-    results = []
-    for compiling in (False, True):
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
-        y = llama.rotate(x, rope)
-        assert y.dtype == dtype
-        (gradient,) = torch.autograd.grad(y.float().square().sum() + y.float().sum(), x)
-        results.append((y, gradient))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)  # bf16: fp32 arithmetic, rounded once
-
-
-def test_meta_then_materialised_is_the_same_model():
-    for tied in (False, True):
-        config = load("debug", tied_embeddings=tied)
-        with torch.device("meta"):
-            model = llama.LlamaModel(config, seq_len=SEQ)
-        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        model.to_empty(device="cpu")
-        model.init_buffers("cpu")
-        initialise(model, config.initial_values(), 1)
-        tokens = random_tokens(config, 2, SEQ)
-        assert torch.equal(model(tokens), built(config)(tokens))
-
-
-def test_tied_weights_are_one():
-    config = load("debug", tied_embeddings=True)
-    model = built(config)
-    assert "output.weight" not in model.state_dict()
-    tokens = random_tokens(config, 2, SEQ)
-    model.tok_embeddings.requires_grad_(False)
-    only_embedding, only_head = (p.detach().clone().requires_grad_() for p in [model.tok_embeddings.weight] * 2)
-    hidden = F.embedding(tokens, only_embedding)
-    rope = model.rope.unsqueeze(-3)
-    for layer in model.layers.values():
-        hidden = layer(hidden, rope)
-    F.linear(model.norm(hidden), only_head).square().sum().backward()
-    model.tok_embeddings.requires_grad_(True)
-    model(tokens).square().sum().backward()
-    torch.testing.assert_close(model.tok_embeddings.weight.grad, only_embedding.grad + only_head.grad)
-    # A state dict comes back as it was.
-    other = built(config, seed=2)
-    other.load_state_dict(model.state_dict())
-    assert torch.equal(other(tokens), model(tokens))
 
 
 def test_buffers_are_fp32_whatever_the_parameters_are():

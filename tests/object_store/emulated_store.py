@@ -17,7 +17,7 @@ class EmulatedStore(AbstractFileSystem):
     protocol = "emu"
 
     def _ask(self, method, name, *, body=None, headers=None, query=""):
-        connection = http.client.HTTPConnection(os.environ[NAME], timeout=10)
+        connection = http.client.HTTPConnection(os.environ[NAME], timeout=60)
         try:
             connection.request(method, f"/{quote(name)}{query}", body=body, headers=headers or {})
             answer = connection.getresponse()

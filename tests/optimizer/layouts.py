@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.optimizer.contract import Schedule
 
@@ -87,10 +83,6 @@ def whole(parameter):
 def local(parameter):
     data = parameter.detach()
     return (data.to_local() if isinstance(data, DTensor) else data).clone()
-
-
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
 
 
 def gentle(schema, **given):

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from tests import tiny
-from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped, traced
+from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped
 from tests.pool import RankFailure
 from tests.train.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.checkpoint.folders import step_folder
 from titanlab.system import import_quietly
 from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.optimizer.optimizers_schema import AdamW, AdamW4bit, AdamW8bit, AdamWFp8, Muon
-from titanlab.train.train import _set_rate
 
 LOW_BIT = (AdamW8bit, AdamW4bit, AdamWFp8)
 # How far parameters of a training may be from those of one process. Of few bits: gradients of another layout differ in
@@ -141,39 +141,10 @@ def test_muons_momentum_in_bf16_is_not_divided_in_place():
     assert all(value.isfinite().all() for value in found.values())
 
 
-def test_the_schedule_sets_the_rate_of_every_group():
-    made = tiny.recipe("runs", optimizer=gentle(AdamW8bit))
-    optimizer = made.optimizer.implementation().build(parameters())
-    _set_rate(optimizer, made, 1)
-    assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 5e-4]
-
-
-def test_muon_is_one_optimizer():
-    made = tiny.recipe("runs", optimizer=gentle(Muon))
-    optimizer = made.optimizer.implementation().build(parameters())
-    _set_rate(optimizer, made, 1)
-    assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [
-        (5, 5e-4),
-        (1, 5e-4),
-        (1, 5e-4),
-    ]
-    # What it loads is what its parts use.
-    state = optimizer.state_dict()
-    state["param_groups"][0]["lr"] = 7.0
-    optimizer.load_state_dict(state)
-    assert [part.param_groups for part in optimizer._parts] == [optimizer.param_groups[:1], optimizer.param_groups[1:]]
-    assert optimizer._parts[0].param_groups[0]["lr"] == 7.0
-    assert all(part.state is optimizer.state for part in optimizer._parts)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("schema", BANDS)
-def test_a_layout_trains_as_one_process(pool, tmp_path, schema):
-    def trained(**layout):
-        made = tiny.recipe(tmp_path, layers=4, steps=5, global_batch=8, optimizer=in_blocks(schema), **layout)
-        return pool.run(made.world, traced, made, tiny.begin(made))[0]
-
-    hold_layouts(trained, BANDS[schema])
+def test_a_layout_trains_as_one_process(traces, schema):
+    hold_layouts(partial(traces, layers=4, steps=5, global_batch=8, optimizer=in_blocks(schema)), BANDS[schema])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from titanlab.costs import order
 from titanlab.parallelism import attention_kernels
-from titanlab.parallelism.attention_kernels import Cpu, Cudnn, Efficient, Flash, choose, repeated, summed
+from titanlab.parallelism.attention_kernels import Cudnn, Efficient, Flash, choose
 
 
 def tensors(dtype, device="meta", *, rows=40, keys=24, kv_heads=2, head_dim=32):
@@ -51,27 +51,6 @@ def test_cudnn_gets_outputs_and_gradients_of_one_layout(monkeypatch):
     for mine, expected in ((given_grad, grad), (given_out, out)):
         assert torch.equal(mine, expected)
         assert mine.stride() == q.stride()
-
-
-def test_repeated_heads_and_their_gradients_are_those_of_shared_ones():
-    q, k, v = tensors(torch.float32, "cpu")
-    cpu, grad = Cpu(), torch.randn_like(q)
-    out, lse = cpu.forward(q, k, v, causal=False)
-    dq, dk, dv = cpu.backward(grad, q, k, v, out, lse, causal=False)
-    many = [repeated(x, 4) for x in (k, v)]
-    found, found_lse = cpu.forward(q, *many, causal=False)
-    torch.testing.assert_close((found, found_lse), (out, lse))
-    wide_q, *wide = cpu.backward(grad, q, *many, out, lse, causal=False)
-    torch.testing.assert_close((wide_q, *(summed(x, 2) for x in wide)), (dq, dk, dv))
-
-
-def test_denominators_of_cpus_may_lie_anyhow():
-    q, k, v = tensors(torch.float32, "cpu")
-    cpu, grad = Cpu(), torch.randn_like(q)
-    out, lse = cpu.forward(q, k, v, causal=False)
-    expected = cpu.backward(grad, q, k, v, out, lse.contiguous(), causal=False)
-    apart = torch.zeros(3, 80, 8)[:, ::2, ::2].transpose(1, 2).copy_(lse)
-    torch.testing.assert_close(cpu.backward(grad, q, k, v, out, apart, causal=False), expected)
 
 
 @pytest.mark.parametrize(

@@ -86,22 +86,6 @@ def test_without_a_loss_the_head_returns_logits():
     assert torch.equal(head(hidden), wanted)
 
 
-def test_a_table_of_another_module_is_the_weight():
-    class Tied(nn.Module):
-        def forward(self, hidden, table):
-            return nn.functional.linear(hidden, table)
-
-    head, hidden, labels = given()
-    expected = loss_sum(head(hidden), labels)
-    (expected * SCALE).backward()
-    wanted = gradients(head, hidden)
-    table, tied = nn.Parameter(head.weight.detach().clone()), Tied()
-    hidden.grad = None
-    loss = ChunkedLoss(tied, tokens=4, scale=SCALE)(lambda: tied(hidden, table), labels)
-    (loss * SCALE).backward()
-    torch.testing.assert_close([hidden.grad, table.grad], wanted, **BAR)
-
-
 def test_evaluation_computes_no_gradient():
     head, hidden, labels = given()
     expected = loss_sum(head(hidden), labels)
@@ -110,14 +94,6 @@ def test_evaluation_computes_no_gradient():
     torch.testing.assert_close(found, expected, **BAR)
     assert not found.requires_grad
     assert head.weight.grad is None
-
-
-def test_a_frozen_weight_gets_no_gradient():
-    head, hidden, labels = given()
-    head.weight.requires_grad_(False)
-    (ChunkedLoss(head, tokens=4, scale=SCALE)(lambda: head(hidden), labels) * SCALE).backward()
-    assert head.weight.grad is None
-    assert hidden.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

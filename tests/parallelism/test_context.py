@@ -12,7 +12,7 @@ from benchmarks.context_memory import measure, model_config
 from titanlab.errors import ConfigError
 from titanlab.parallelism import attention_kernels, check_attention, context, positions
 from titanlab.parallelism.context import EXCHANGES, ContextAttention, attention
-from titanlab.parallelism.schema import CHOICES
+from titanlab.parallelism.schema import Parallelism
 from titanlab.techniques.model import llama
 from titanlab.techniques.model.attention import InnerAttention
 from titanlab.techniques.model.llama_schema import Llama
@@ -333,7 +333,8 @@ def test_a_sequence_that_does_not_divide_is_refused(seq_len, ranks):
 
 
 def test_each_method_of_the_config_is_an_exchange():
-    assert tuple(EXCHANGES) == METHODS == CHOICES["context_method"]
+    choices = Parallelism.__dataclass_fields__["context_method"].metadata["choices"]
+    assert tuple(EXCHANGES) == METHODS == choices
 
 
 def figures(method):

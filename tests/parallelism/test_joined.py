@@ -1,7 +1,6 @@
 """Layers that are computed as one product give the outputs, gradients and parameters of separate ones."""
 
 import contextlib
-import os
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,8 @@ from torch import nn
 from tests import tiny
 from titanlab.costs import Joined, meter
 from titanlab.data import Synthetic
-from titanlab.distributed import ALONE, joined
 from titanlab.parallelism import join_products
 from titanlab.parallelism.pipeline_weights import JoinedProjections
-from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
 from titanlab.techniques.model.language_model import Projections
@@ -82,15 +79,6 @@ def test_compiled_products_that_need_no_gradient(layers, reason):
     torch.testing.assert_close(found, expected)
 
 
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
-def trained(pool, folder, **keys):
-    made = tiny.recipe(folder, **{**COMMON, **keys})
-    return pool.run(made.world, traced, made, tiny.begin(made))[0]
-
-
 # What the rows of the parity matrix do not have. Muon orthogonalises each matrix by itself.
 ROWS = {
     "muon": ({"optimizer": Muon(lr=1e-3)}, {}),
@@ -105,7 +93,7 @@ DEFAULT = ("muon",)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.full]) for name in ROWS]
 )
-def test_training_is_the_same(pool, tmp_path, name):
+def test_training_is_the_same(traces, name):
     common, others = ROWS[name]
     fused = (
         {**common, "model": replace(common["model"], fused=True)} if "model" in common else {**common, "fused": True}
@@ -113,7 +101,7 @@ def test_training_is_the_same(pool, tmp_path, name):
     layers = {key: value for key, value in others.items() if key == "layers"}
     # Muon computes in bfloat16, whose rounding of nearly equal inputs may differ.
     bar = 1e-2 if name == "muon" else BAR
-    difference = compare(trained(pool, tmp_path, **common, **layers), trained(pool, tmp_path, **fused, **others))
+    difference = compare(*(traces(**{**COMMON, **keys}) for keys in (common | layers, fused | others)))
     assert max(difference.loss, difference.grad_norm, difference.gradient[0]) <= BAR, difference
     assert difference.largest <= bar, difference
 
@@ -134,8 +122,11 @@ VALIDATED = {
 }
 
 
+COVERING = ([], [pytest.mark.covering])
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "tensor" else [pytest.mark.full]) for name in VALIDATED]
+    "name", [pytest.param(name, marks=[pytest.mark.full, *COVERING[name == "tensor"]]) for name in VALIDATED]
 )
 def test_compiled_fused_blocks_are_validated(pool, tmp_path, name):
     """The loss of held-out sequences, after each step, is that of one process that neither fuses nor compiles."""
@@ -162,13 +153,13 @@ def test_a_run_goes_on_from_a_checkpoint_of_the_other_kind(pool, tmp_path, befor
     """Its losses are those of a run that was not interrupted."""
     common = {**COMMON, "steps": 4, "at_end": True}
     whole = tiny.recipe(tmp_path / "whole", **common, fused=before)
-    expected = pool.run(1, traced, whole, tiny.begin(whole))[0]
+    expected = pool.run(1, tiny.traced, whole, tiny.begin(whole))[0]
     first = tiny.recipe(tmp_path / "first", **common, fused=before, every=2)
     run = tiny.begin(first)
     pool.run(1, tiny.as_rank, first, run)
     checkpoint = next(path for path in (run.path / "checkpoints").iterdir() if path.name.endswith("2"))
     second = tiny.recipe(tmp_path / "second", **common, fused=after, load_from=str(checkpoint))
-    found = pool.run(1, traced, second, tiny.begin(second))[0]
+    found = pool.run(1, tiny.traced, second, tiny.begin(second))[0]
     assert len(found.losses) == 2
     assert found.losses == pytest.approx(expected.losses[2:], rel=BAR)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
-from tests.parallelism.pipeline_run import SEQ, TOLERANCE, Run
+from tests.parallelism.pipeline_run import SEQ
 from titanlab.options import schema_of
 from titanlab.parallelism.pipeline_weights import DeferredWeights
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveOp
@@ -146,32 +145,6 @@ def test_float8_computes_both_halves_as_torchao_does(kind, backend):
     for microbatch in range(2):
         deferred.compute(microbatch)
     assert torch.equal(model[0].weight.grad, whole[0].weight.grad)
-
-
-def checkpointed(name):
-    """Error, and forwards of blocks in a step, where blocks are computed again in the backward."""
-    forwards = []
-
-    def wrap(stage, mesh):
-        for block in stage.layers.values():
-            inner = block.forward
-
-            def again(*args, inner=inner):
-                forwards.append(1)
-                return inner(*args)
-
-            block.forward = lambda *args, again=again: checkpoint(again, *args, use_reentrant=False)
-
-    run = Run(name, 4, wrap=wrap)
-    run.step()
-    return run.worst(), len(forwards), 4 * sum(len(each.layers) for each in run.stages.values())
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_checkpointed_blocks_are_computed_again_once(pool, name):
-    for worst, forwards, blocks in pool.run(2, checkpointed, name):
-        assert worst < TOLERANCE
-        assert forwards == 2 * blocks
 
 
 def test_biases_and_other_layers_are_computed_at_once():

@@ -72,3 +72,23 @@ def most_between_actions(made, rank: int) -> int:
             stack.enter_context(patch.object(ScheduledStage, name, looking(getattr(ScheduledStage, name))))
         assembled.forward_backward(StepBatch(tokens, tokens, 1))
     return max(sums)
+
+
+def allocated_at(made, phase_name: str, rank: int = 0) -> list[int]:
+    """Bytes of the storages that a rank's step has made and that exist whenever a phase of its step begins."""
+    sums = []
+    with fake_world(rank, made.world, nccl=True) as (world, mode):
+
+        @contextlib.contextmanager
+        def phase(name):
+            if name == phase_name:
+                alive = [ref() for ref in storages.values()]
+                sums.append(sum(storage.nbytes() for storage in alive if storage is not None))
+            yield
+
+        assembled = assemble(made, world, build_mesh(made.layout, "cpu"), phase=phase)
+        tokens = torch.zeros(made.local_batch, made.training.seq_len // made.layout.context, dtype=torch.int64)
+        with mode, _Made() as seen:
+            storages = seen.storages
+            assembled.forward_backward(StepBatch(tokens, tokens, 1))
+    return sums

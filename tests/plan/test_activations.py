@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 
 from tests import tiny
-from tests.plan.kept import LOG_PROBABILITY_BYTES, allocated_before_backward, most_between_actions
+from tests.plan.kept import LOG_PROBABILITY_BYTES, allocated_at, allocated_before_backward, most_between_actions
 from titanlab.costs import Share
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.plan import share_of
-from titanlab.plan.memory import deferred_bytes, edge_bytes, in_flight, memory, saved_bytes
+from titanlab.plan.memory import deferred_bytes, edge_bytes, in_flight, memory, saved_bytes, stored_pieces
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.schedule.action import peak_in_flight
 from titanlab.techniques.schedule.published_schema import (
@@ -129,3 +129,26 @@ def test_too_few_microbatches_are_the_schedules_error(tmp_path):
     made = tiny.recipe(tmp_path, pipeline=4, layers=8, global_batch=4, microbatch=1)
     with pytest.raises(ConfigError, match="at least 8 microbatches"):
         memory(dataclasses.replace(made, schedule=DualPipeV()))
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({"tensor": 4}, "none"),
+        # The gathers of tensor parallelism are repeated, and what they return is not kept.
+        ({"tensor": 4}, "selective_op, all matmuls"),
+        ({"tensor": 2, "sequence_parallel": False}, "none"),
+        ({"shard": 2, "tensor": 2}, "full"),
+    ],
+    ids=str,
+)
+def test_a_rank_of_tensor_parallelism_keeps_what_is_planned(tmp_path, given, policy):
+    """Inputs of products that tensor parallelism gathers are kept whole, without checkpointing, and planned so."""
+    made = tiny.recipe(tmp_path, **MODEL, **given, seq_len=256, global_batch=4, microbatch=2, ac=POLICIES[policy])
+    shape = (made.model, share_of(made), made.microbatch, made.training.seq_len)
+    planned = saved_bytes(made.ac, *shape) + sum(edge_bytes(*shape).values())
+    planned += log_probabilities(made) // made.layout.tensor
+    if made.layout.shard > 1:
+        pieces = stored_pieces(made.model, made.precision, made.optimizer, made.layout.tensor, made.layout.fsdp)
+        planned += sum(own.gathered for name, own in pieces.items() if name not in map("layers.{}".format, range(7)))
+    assert 0 <= allocated_at(made, "backward")[0] - planned < 32 * 1024

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import patch
 
 import pytest
 
+from tests import tiny
+from tests.plan.kept import allocated_at
 from tests.plan.recipes import SMALL, made
 from titanlab.errors import ConfigError
 from titanlab.plan import ITEMS, machine_of, most_memory, reserved_bytes, share_of
-from titanlab.plan.memory import exchanged_bytes, memory, saved_bytes
+from titanlab.plan.memory import exchanged_bytes, memory, saved_bytes, stored_pieces
 from titanlab.recipe import Cluster
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveOp
-from titanlab.techniques.precision.cast_schema import Fp32
+from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 from titanlab.techniques.schedule.published_schema import Interleaved1F1B, OneFOneB
 
 COUNT = SMALL.account().parameter_count
@@ -84,6 +87,53 @@ def test_at_the_end_of_the_backward_pass_all_gradients_exist(degrees):
     """Beside what the backward pass of the first block needs, so that the optimizer's step needs less."""
     needed = most_memory(small(batch=4, microbatch=None, seq_len=16, **degrees))
     assert (needed.moment, needed.items["gradients"]) == ("end", needed.items["parameters"])
+
+
+FSDP = {"dim": 128, "layers": 8, "heads": 8, "kv_heads": 4, "ffn_dim": 448, "global_batch": 16, "microbatch": 1}
+
+
+@pytest.mark.parametrize("choice", ["last", "each"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"shard": 4, "bf16": True},
+        {"replicate": 2, "shard": 2},
+        {"replicate": 2, "shard": 2, "precision": Bf16(reduce="bf16")},
+        {"shard": 2, "context": 2, "tensor": 2, "bf16": True, "reshard_after_forward": "never"},
+    ],
+    ids=lambda given: ",".join(map(str, given)),
+)
+def test_between_microbatches_a_rank_keeps_the_gradients_of_the_plan(tmp_path, given, choice):
+    recipe = tiny.recipe(tmp_path, **FSDP, **given, reduce_gradients=choice)
+    layout, reshards = recipe.layout, recipe.parallelism.frees_after_forward
+    pieces = stored_pieces(recipe.model, recipe.precision, recipe.optimizer, layout.tensor, layout.fsdp)
+    # FSDP2 keeps gathered what the backward begins with.
+    gathered = [own.gathered for name, own in pieces.items() if not (reshards and name.startswith("layers."))]
+    gathered += [pieces["layers.7"].gathered] * reshards
+    with patch("titanlab.plan.memory._loss", lambda *given: 10**9):
+        (rank,) = memory(recipe)
+    assert rank.moment == "loss"
+    planned = rank.items["gradients"] + rank.items["unreduced gradients"]
+    # Beside them are losses, positions and stores of no more than a few kB.
+    assert 0 <= allocated_at(recipe, "forward")[-1] - sum(gathered) - planned < 4096
+
+
+def test_each_microbatch_reduces_where_whole_gradients_are_large():
+    eight = {"shard": 8, "batch": 64, "microbatch": 1}
+    assert made(**eight).reduces_each
+    assert not small(**eight).reduces_each
+    assert small(**eight, reduce_gradients="each").reduces_each
+    assert not made(**eight, reduce_gradients="last").reduces_each
+    # With one microbatch or one shard there is nothing to save, and a pipeline needs small microbatches.
+    assert not made(shard=8, batch=64).reduces_each
+    assert not made(replicate=8, batch=64, microbatch=1).reduces_each
+    assert not made(pipeline=2, shard=4, batch=64).reduces_each
+    # Tensor parallelism cuts gradients too: 8.03e9 parameters in float32 by 8 are less than 4 GiB.
+    assert made(shard=4, tensor=4, batch=64, microbatch=1).reduces_each
+    assert not made(shard=2, tensor=8, batch=64, microbatch=1).reduces_each
+    kept = {choice: most_memory(made(**eight, reduce_gradients=choice)).allocated for choice in ("last", "each")}
+    # 32 GB, without the shard of 4 GB and the gradients of two blocks, the embedding and the head.
+    assert kept["last"] - kept["each"] > 20e9
 
 
 def test_offloaded_states_take_nothing_of_the_device():

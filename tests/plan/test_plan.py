@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from tests.plan.recipes import planned, ranking_of
+from tests.plan.recipes import LLAMA_8B, planned, ranking_of
 from titanlab.costs import Layout
 from titanlab.errors import ConfigError
 from titanlab.launch.launchers_schema import Slurm
@@ -16,7 +16,7 @@ from titanlab.parallelism import Parallelism
 from titanlab.plan import for_planning, most_memory, no_collection, plan, ranking, search, space
 from titanlab.plan.ranking import NEAR, axes_of, least_memory
 from titanlab.plan.search import MARGIN, closeness, overrides, reasons, summary
-from titanlab.plan.space import SpacePoint, all_layouts, choices_of
+from titanlab.plan.space import SpacePoint, choices_of
 from titanlab.recipe import Cluster
 from titanlab.techniques.ac.recomputation_schema import SelectiveLayer
 from titanlab.techniques.schedule.published_schema import Interleaved1F1B
@@ -46,9 +46,16 @@ def test_a_world_that_no_recipe_may_have_is_refused_at_once(world):
 def test_machines_of_which_nothing_is_known_are_refused():
     elsewhere = planned(cluster=Cluster(accelerator="auto"), launch=Slurm(minutes=10))
     assert refusal(for_planning, elsewhere).startswith("cluster.accelerator=auto: is whatever a node has")
-    for device in (None, "cpu"):
-        nameless = planned(cluster=Cluster(accelerator="cuda", device=device))
-        assert refusal(for_planning, nameless).startswith(f"cluster.device={device or 'null'}: names no GPU")
+    nameless = planned(cluster=Cluster(accelerator="cuda"))
+    assert refusal(for_planning, nameless).startswith("cluster.device=null: names no GPU")
+
+
+def test_the_cure_for_cpus_with_a_recipe_for_gpus_works():
+    on_cpus = Cluster(accelerator="cuda", device="cpu", per_node=8)
+    cure = "try cluster=h100, or add cluster.accelerator=cpu"
+    assert refusal(for_planning, planned(cluster=on_cpus)).endswith(f"is no GPU, and cluster.accelerator=cuda; {cure}")
+    cured = dataclasses.replace(on_cpus, accelerator="cpu")
+    assert plan(for_planning(planned(world=2, batch=2, seq_len=256, cluster=cured)), top=1).best
 
 
 @pytest.mark.parametrize("top", [0, -1, 1001])
@@ -115,7 +122,8 @@ def test_where_no_layout_divides_the_batch_others_are_named():
 def test_the_neighbours_of_a_large_prime_are_not_searched_whole(monkeypatch):
     """It took minutes: 256 worlds with up to 30,000 layouts each."""
     searched = []
-    monkeypatch.setattr(space, "all_layouts", lambda world: (searched.append(world), all_layouts(world))[1])
+    whole = space._without_experts
+    monkeypatch.setattr(space, "_without_experts", lambda world: (searched.append(world), whole(world))[1])
     found = plan(for_planning(planned(world=100_003)), top=1)
     assert (found.ranking.listed, found.best, len(found.advice)) == (0, [], 1)
     assert found.advice[0].startswith("or another batch: training.global_batch=100003")
@@ -188,18 +196,41 @@ def groups(space):
         {},
         {"parallelism": Parallelism(shard=8, cpu_offload=True)},
         {"parallelism": Parallelism(shard=8, reshard_after_forward="never")},
+        {"parallelism": Parallelism(shard=8, reduce_gradients="each")},
     ],
-    ids=["bf16", "offloaded", "kept gathered"],
+    ids=["bf16", "offloaded", "kept gathered", "reduced each"],
 )
 def test_no_recipe_needs_less(given):
     space = ranking_of(planned(batch=8, **given)).space
     compared = 0
     for recipes, schedules in groups(space):
-        everyone = least_memory(recipes[0], schedules)
+        each = recipes[0].reduces_each
+        everyone = least_memory(recipes[0], schedules, reduces_each=each)
         for recipe, schedule in zip(recipes, schedules, strict=True):
-            assert everyone <= least_memory(recipe, [schedule]) <= most_memory(recipe).allocated
+            least = least_memory(recipe, [schedule], reduces_each=each)
+            assert everyone <= least <= most_memory(recipe).allocated
             compared += 1
     assert compared > 500
+
+
+def test_each_microbatch_reduces_where_only_that_fits():
+    """Of a recipe that leaves the choice open; the arguments name a choice that is not that of `auto`."""
+    recipe = planned(batch=64)
+    whole = ranking_of(recipe)
+    point = next(whole.space.points(Layout(shard=8)))
+    assert point.microbatch == 1
+    fast = whole.estimate(point)
+    small = ranking_of(recipe, limit=fast.reserved - 1).estimate(point)
+    assert small.reserved < fast.reserved
+    assert small.time.seconds > fast.time.seconds
+    argument = "parallelism.reduce_gradients"
+    assert not any(argument in each for each in overrides(fast, recipe))
+    assert f"{argument}=each" in overrides(small, recipe)
+    fixed = planned(batch=64, parallelism=Parallelism(shard=8, reduce_gradients="last"))
+    assert ranking_of(fixed, limit=fast.reserved - 1).estimate(point) is None
+    # Of 8 billion parameters `auto` would not keep whole gradients.
+    large = planned(batch=64, model=LLAMA_8B)
+    assert f"{argument}=last" in overrides(ranking_of(large, limit=1e12).estimate(point), large)
 
 
 def test_more_microbatches_in_flight_need_more():

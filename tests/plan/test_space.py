@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from tests.plan.recipes import planned, ranking_of
+from tests.plan.recipes import SMALL, planned, ranking_of
 from titanlab.costs import Layout
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.plan.space import BEYOND_NODE, VARIED, all_layouts, choices_of
+from titanlab.plan.space import BEYOND_NODE, SHORT_CHUNKS, UNEVEN_NODES, VARIED, all_layouts, choices_of
 from titanlab.recipe import check_all_but_data
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.model.llama_schema import Qwen3Moe
@@ -34,7 +34,7 @@ def test_all_layouts_are_all_products(world):
 
 def test_legal_layouts_are_those_that_the_rules_of_recipes_allow():
     """Every layout of four processes, with the rules themselves as judge of each of its points."""
-    recipe = planned(world=4, batch=4)
+    recipe = planned(world=4, batch=4, seq_len=8192)
     space = ranking_of(recipe).space
     listed = set(space.layouts())
     for layout in all_layouts(4):
@@ -83,6 +83,25 @@ def test_tensor_parallelism_stays_in_a_node_if_something_does():
     space = ranking_of(recipe).space
     assert {layout.tensor for layout in space.layouts()} == {1, 2}
     assert space.dropped[BEYOND_NODE] > 0
+
+
+def test_chunks_of_context_parallelism_have_1024_tokens_if_another_layout_is_allowed():
+    recipe = planned(world=16, batch=16, seq_len=4096)
+    space = ranking_of(recipe).space
+    assert {layout.context for layout in space.layouts()} == {1, 2}
+    assert space.dropped[SHORT_CHUNKS] > 0
+    # A CPU needs no such length, and one sequence of tokens for 16 processes leaves no other layout.
+    on_cpu = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, accelerator="cpu"))
+    assert {layout.context for layout in ranking_of(on_cpu).space.layouts()} > {1, 2, 4}
+    alone = planned(world=64, batch=1, model=dataclasses.replace(SMALL, layers=1, heads=1, kv_heads=1))
+    assert {layout.context for layout in ranking_of(alone).space.layouts()} == {64}
+
+
+def test_a_copy_of_the_model_fills_whole_nodes_or_divides_one():
+    space = ranking_of(planned(world=24, batch=24)).space
+    copies = {layout.fsdp * layout.tensor for layout in space.layouts() if layout.replicate > 1}
+    assert copies <= {1, 2, 4, 8}
+    assert space.dropped[UNEVEN_NODES] > 0
 
 
 def names(choices):

@@ -21,11 +21,13 @@ from titanlab.costs import (
 from titanlab.plan import block_time, machine_of
 from titanlab.plan.block_time import RankWork, exposed, model_time, rows_of, work_of
 from titanlab.plan.machine import AxisPlacement, Efficiencies
+from titanlab.plan.search import not_priced
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import freed_and_kept, sharding_of, step_time
 from titanlab.recipe import repeats_in_block, step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model.llama_schema import Llama, Qwen3Moe
+from titanlab.techniques.optimizer.optimizers_schema import Muon
 from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B, OneFOneB
@@ -357,11 +359,16 @@ def test_stragglers_grow_with_nodes():
 
 
 def test_accumulated_microbatches_are_reduced_once():
-    slow = {"network_gb_per_second": 0.5, "efficiencies": {"hook_seconds": 0.0}}
-    once = made(shard=64, batch=64, microbatch=1, seq_len=128, reshard_after_forward="never", cluster=slow)
-    four = made(shard=64, batch=256, microbatch=1, seq_len=128, reshard_after_forward="never", cluster=slow)
-    parts = [step_time(recipe, machine_of(recipe)).parts["shard"] for recipe in (once, four)]
-    assert parts[0] == pytest.approx(parts[1], rel=1e-9)
+    cluster = {"network_gb_per_second": 0.5, "efficiencies": {"hook_seconds": 0.0}}
+    slow = {"shard": 64, "microbatch": 1, "seq_len": 128, "cluster": cluster}
+
+    def shard(batch, choice):
+        recipe = made(**slow, batch=batch, reshard_after_forward="never", reduce_gradients=choice)
+        return step_time(recipe, machine_of(recipe)).parts["shard"]
+
+    assert shard(64, "last") == shard(64, "each") == pytest.approx(shard(256, "last"), rel=1e-9)
+    # Nothing hides so slow a network: four reductions instead of one, in float32, and one gather in bfloat16.
+    assert shard(256, "each") == pytest.approx(shard(64, "each") * (4 * 2 + 1) / 3, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -503,3 +510,34 @@ def test_fused_projections_are_fewer_products_and_a_copy_of_their_weights(tensor
     assert sum(kernel.moved for kernel in copies) == 2 * 2 * rows * 128 / tensor
     # Tiles at the edges are counted whole, so that one product computes no more than several.
     assert sum(kernel.flops for kernel in products) <= sum(kernel.flops for kernel in apart)
+
+
+def test_emulated_float8_multiplies_in_32_bits():
+    """An A100 emulates rowwise float8, which was planned as fast as bfloat16; no device emulates faster than it."""
+    a100 = {"compiled": True, "shard": 8, "device": "NVIDIA A100-SXM4-80GB"}
+    assert seconds(made(**a100, precision=Float8Rowwise())) > 3 * seconds(made(**a100))
+    native, emulated = (
+        seconds(made(shard=8, precision=Float8Rowwise(emulate=emulate))) for emulate in ("auto", "true")
+    )
+    assert emulated > 3 * native
+
+
+def test_muon_orthogonalises():
+    adamw, muon = made(shard=8), dataclasses.replace(made(shard=8), optimizer=Muon())
+    machine = machine_of(adamw)
+    more = step_time(muon, machine).parts["optimizer"] - step_time(adamw, machine).parts["optimizer"]
+    # By matrix: five iterations of 4·m²·n + 2·m³ FLOPs, a rank has an eighth of them.
+    shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(4096, 14336)] * 3
+    flops = 32 * sum(5 * (4 * m * m * n + 2 * m**3) for m, n in shapes) / 8
+    assert more > 0.5 * flops / machine.product_rate("bfloat16")
+
+
+def test_chosen_options_without_a_price_are_said():
+    recipe = made(shard=8, cpu_offload=True)
+    training = dataclasses.replace(recipe.training, deterministic=True)
+    model = dataclasses.replace(recipe.model, attention="math")
+    lines = not_priced(dataclasses.replace(recipe, training=training, model=model))
+    assert [line.partition(":")[0] for line in lines] == [
+        *("training.deterministic=true", "parallelism.cpu_offload=true", "model.attention=math"),
+    ]
+    assert not_priced(made(shard=8)) == []

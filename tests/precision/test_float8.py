@@ -28,7 +28,7 @@ from titanlab.techniques.model.mixture_of_experts import ExpertLinear
 from titanlab.techniques.precision import float8
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8RowwiseWithGwHp, Float8Tensorwise, Mxfp8
-from titanlab.techniques.precision.product import PLAIN, departure, product_of
+from titanlab.techniques.precision.product import product_of
 from titanlab.train import assemble, generate
 from titanlab.train.recording import work
 
@@ -179,15 +179,6 @@ def test_tensor_parallel_layers_multiply_what_they_have_as_a_whole_layer_would(k
         assert torch.equal(torch.autograd.grad(found, part.weight, gradient)[0], _gradient(part, inputs, gradient))
 
 
-def test_layers_name_their_products():
-    for kind, splits in ((Mxfp8, False), (Float8Rowwise, True)):
-        layer = _layer(kind())
-        assert departure(layer) == ""
-        assert product_of(layer) is not PLAIN
-        assert product_of(layer).splits is splits
-    assert product_of(nn.Linear(2, 2)) is PLAIN
-
-
 def scales(made):
     """The scales of every converted weight: the one computed for all, torchao's two, and the whole weight's own."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp as torchaos
@@ -237,27 +228,6 @@ def test_scales_are_those_of_whole_weights(pool, tmp_path, layout):
             assert {computed} == {other for other in others if other is not None}, name
 
 
-def what_is_gathered(made):
-    """Types of the weights while a block computes."""
-    with open_world(joined(os.environ) or ALONE, accelerator="cpu", seed=0, deterministic=False) as world:
-        built = assemble.assemble(made, world, build_mesh(made.layout, "cpu"))
-        built.after_update()
-        block = built.model.layers["0"]
-        block.unshard()
-        layers = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
-        return {name: type(layer.weight.data).__name__ for name, layer in layers.items()}
-
-
-def test_weights_are_gathered_in_float8(pool, tmp_path):
-    made = tiny.recipe(tmp_path, precision=Float8Tensorwise(skip=["output", "wo"]), shard=2)
-    expected = {name: "Tensor" if name == "attention.wo" else "Float8TrainingTensor" for name in LAYERS}
-    assert pool.run(2, what_is_gathered, made) == [expected] * 2
-
-
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
 class Beginner(parity.Tracer):
     """Also keeps the parameters that the first step has used."""
 
@@ -300,7 +270,7 @@ def test_a_run_goes_on_under_another_layout_and_precision(pool, tmp_path, before
     keys = {"kv_heads": 4, "global_batch": 4, "microbatch": 1, "eps": 1e-6}
     first = tiny.recipe(tmp_path, precision=before, steps=2, name="first", **keys, **layout)
     run = tiny.begin(first)
-    saved = pool.run(first.world, traced, first, run)[0]
+    saved = pool.run(first.world, tiny.traced, first, run)[0]
     second = tiny.recipe(tmp_path, precision=after, steps=3, name="second", load_from=str(run.path), **keys, **other)
     parameters, trace = pool.run(second.world, begun, second, tiny.begin(second))[0]
     assert len(trace.losses) == 1
@@ -310,7 +280,7 @@ def test_a_run_goes_on_under_another_layout_and_precision(pool, tmp_path, before
 def test_a_checkpoint_knows_nothing_of_float8(pool, tmp_path):
     made = tiny.recipe(tmp_path, precision=Float8Tensorwise(), steps=2, shard=2)
     run = tiny.begin(made)
-    trained = pool.run(2, traced, made, run)[0]
+    trained = pool.run(2, tiny.traced, made, run)[0]
     folder = latest(run.checkpoints)
     assert not any(b"torchao" in path.read_bytes() for path in folder.iterdir())
     # As `titanlab generate` loads it: a plain model of one process.
@@ -325,9 +295,9 @@ def test_a_run_resumes_in_float8_as_if_it_had_not_stopped(pool, tmp_path):
     given = {"precision": Float8Tensorwise(), "steps": 3, "shard": 2}
     straight = tiny.recipe(tmp_path, name="straight", every=2, keep=0, **given)
     run = tiny.begin(straight)
-    whole = pool.run(2, traced, straight, run)[0]
+    whole = pool.run(2, tiny.traced, straight, run)[0]
     again = tiny.recipe(tmp_path, name="again", load_from=str(checkpoints(run.checkpoints)[0]), **given)
-    rest = pool.run(2, traced, again, tiny.begin(again))[0]
+    rest = pool.run(2, tiny.traced, again, tiny.begin(again))[0]
     assert rest.losses == whole.losses[2:]
     assert same_bits(rest.parameters, whole.parameters)
 

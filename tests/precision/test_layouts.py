@@ -13,14 +13,9 @@ are summed, and each rank scales its part; and inductor rounds to bfloat16 at ot
 process is held to 1.5 times float8's own distance from fp32.
 """
 
-import os
-
 import pytest
 
-from tests import tiny
 from tests.cover import cover, marks
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, SelectiveOp
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32
@@ -143,24 +138,9 @@ BESIDE = [
 ]
 
 
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
-@pytest.fixture(scope="module")
-def train(pool, tmp_path_factory):
-    """Traces of all ranks, each trained once."""
-    known = {}
-
-    def train(precision, common, **given):
-        keys = {**COMMON, **common, "precision": precision, **given}
-        key = repr(sorted(keys.items(), key=str))
-        if key not in known:
-            made = tiny.recipe(tmp_path_factory.mktemp("run"), **keys)
-            known[key] = pool.run(made.world, traced, made, tiny.begin(made))
-        return known[key]
-
-    return train
+@pytest.fixture
+def train(traces):
+    return lambda precision, common, **given: traces(**{**COMMON, **common, "precision": precision, **given})
 
 
 @pytest.mark.parametrize(
@@ -169,10 +149,9 @@ def train(pool, tmp_path_factory):
 )
 def test_a_layout_trains_as_one_process(train, precision, layout):
     model = {key: value for key, value in LAYOUTS[layout].items() if key in OF_MODEL}
-    exact, alone = train(Fp32(), IN_16_BITS, **model)[0], train(PRECISIONS[precision], IN_16_BITS, **model)[0]
-    every = train(PRECISIONS[precision], IN_16_BITS, **LAYOUTS[layout])
-    assert all(each.losses == every[0].losses and each.grad_norms == every[0].grad_norms for each in every)
-    rounding, difference = compare(exact, alone), compare(alone, every[0])
+    exact, alone = train(Fp32(), IN_16_BITS, **model), train(PRECISIONS[precision], IN_16_BITS, **model)
+    found = train(PRECISIONS[precision], IN_16_BITS, **LAYOUTS[layout])
+    rounding, difference = compare(exact, alone), compare(alone, found)
     # A precision that rounds nothing would allow anything.
     assert rounding.gradient[0] > 1e-4
     assert difference.loss <= ROUNDINGS * rounding.loss, (difference, rounding)
@@ -183,8 +162,8 @@ def test_a_layout_trains_as_one_process(train, precision, layout):
 
 def test_parts_in_fp32_are_nearer_to_fp32(train):
     """With all pieces in float32 only what goes from piece to piece is rounded."""
-    exact = train(Fp32(), IN_16_BITS)[0]
-    plain, every = (compare(exact, train(precision, IN_16_BITS)[0]) for precision in (Bf16(), Bf16(fp32_parts=["*"])))
+    exact = train(Fp32(), IN_16_BITS)
+    plain, every = (compare(exact, train(precision, IN_16_BITS)) for precision in (Bf16(), Bf16(fp32_parts=["*"])))
     assert every.gradient[0] < plain.gradient[0]
     assert every.grad_norm < plain.grad_norm
 
@@ -192,14 +171,14 @@ def test_parts_in_fp32_are_nearer_to_fp32(train):
 @pytest.mark.parametrize(("precision", "layout"), EXACT)
 def test_a_layout_casts_as_one_process(train, precision, layout):
     model = {key: value for key, value in layout.items() if key in OF_MODEL}
-    difference = compare(*(train(precision, IN_8_BITS, **given)[0] for given in (model, layout)))
+    difference = compare(*(train(precision, IN_8_BITS, **given) for given in (model, layout)))
     assert difference.largest <= BAR, difference
 
 
 @pytest.mark.parametrize(("precision", "layout"), NOISY)
 def test_a_layout_that_cuts_what_is_cast_is_as_near_as_float8_is(train, precision, layout):
-    alone, exact = train(precision, IN_8_BITS)[0], train(Fp32(), IN_8_BITS)[0]
-    noise, difference = compare(exact, alone), compare(alone, train(precision, IN_8_BITS, **layout)[0])
+    alone, exact = train(precision, IN_8_BITS), train(Fp32(), IN_8_BITS)
+    noise, difference = compare(exact, alone), compare(alone, train(precision, IN_8_BITS, **layout))
     # Itself no noise of the size of what it is to find.
     assert 0.01 < noise.gradient[0] < 0.3, noise
     assert difference.gradient[0] <= FLOAT8_ROUNDINGS * noise.gradient[0], (difference, noise)
@@ -211,5 +190,5 @@ def test_a_layout_that_cuts_what_is_cast_is_as_near_as_float8_is(train, precisio
 
 @pytest.mark.parametrize(("precision", "layout"), BESIDE)
 def test_what_is_cut_by_tensor_parallelism_is_cast_alike_beside_another_axis(train, precision, layout):
-    difference = compare(*(train(precision, IN_8_BITS, **given)[0] for given in ({"tensor": 2}, layout)))
+    difference = compare(*(train(precision, IN_8_BITS, **given) for given in ({"tensor": 2}, layout)))
     assert difference.largest <= BAR, difference

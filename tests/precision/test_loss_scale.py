@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from titanlab.distributed import World
-from titanlab.techniques.precision.cast import LossScale
 from titanlab.techniques.precision.cast_schema import LARGEST, Fp16
-from titanlab.train import Reduction
 
 CPU = torch.device("cpu")
-ALONE = World(rank=0, world=1, local_rank=0, device=CPU)
 
 
 class Step:
@@ -64,15 +60,6 @@ def test_when_it_grows_and_shrinks_and_when_it_is_the_end(fields, norms, steps):
     assert taken == sum(map(math.isfinite, norms))
 
 
-def test_multipliers_keep_up():
-    scale = scale_of(growth_interval=1)
-    first, second = scale.multiplier(0.5), scale.multiplier(3.0)
-    told(scale, 1.0, 1.0)
-    assert (first.item(), second.item()) == (16.0, 96.0)
-    told(scale, math.inf)
-    assert (first.item(), second.item()) == (8.0, 48.0)
-
-
 def test_a_state_goes_on_where_it_was():
     norms = [1.0, 1.0, math.inf, 1.0, 1.0, math.inf, math.inf, 1.0]
     whole, _ = told(scale_of(max_skips=3), *norms)
@@ -89,16 +76,6 @@ def test_a_state_goes_on_where_it_was():
         fresh = scale_of()
         fresh.restore(state)
         assert fresh.state() == scale_of().state()
-
-
-def test_without_a_scale_nothing_changes():
-    plain, optimizer = LossScale(), Step()
-    assert plain.multiplier(0.3) == 0.3
-    assert plain.judge(torch.tensor(math.nan)) is None
-    assert plain.state() == {}
-    plain.restore({"scale": 2.0})
-    plain.step(optimizer)
-    assert optimizer.taken == 1
 
 
 OPTIMIZERS = {
@@ -139,40 +116,6 @@ def test_any_optimizer_can_be_kept_from_a_step(kind):
     # As if the bad steps had not been: the counts by which Adam corrects its averages, too.
     for with_skips, without in zip(trained(bad=True), trained(bad=False), strict=True):
         assert torch.equal(torch.as_tensor(with_skips), torch.as_tensor(without))
-
-
-def reduction(scale, *, squared_norm, loss_sum=30.0):
-    return Reduction(
-        ALONE,
-        squared_norm=torch.tensor(squared_norm, dtype=torch.float64),
-        loss_sum=torch.tensor(loss_sum),
-        tokens=10,
-        stop=0,
-        nominal_tokens=10,
-        loss_scale=scale,
-    )
-
-
-def test_totals_tell_of_unscaled_gradients():
-    # Scaled by 8, a norm of 2 is one of 16.
-    found = reduction(scale_of(), squared_norm=256.0)
-    totals = found.read()
-    assert (totals.loss, totals.grad_norm, totals.scaled) == (3.0, 2.0, (8.0, 0, True, False))
-    assert totals.finite
-    assert found.gradient_factor(None) == 1 / 8
-    assert found.gradient_factor(0.5) == pytest.approx(1 / 8 / 4, rel=1e-6)
-
-
-def test_what_is_lost_and_what_is_not():
-    bad = reduction(scale_of(), squared_norm=math.inf).read()
-    assert (bad.finite, bad.lost, bad.scaled) == (False, False, (8.0, 1, True, False))
-    last = reduction(scale_of(min_scale=8.0), squared_norm=math.inf).read()
-    assert (last.finite, last.lost) == (False, True)
-    # No scale mends a loss that is no number.
-    forward = reduction(scale_of(), squared_norm=math.nan, loss_sum=math.nan).read()
-    assert forward.lost
-    plain = reduction(None, squared_norm=math.inf).read()
-    assert (plain.lost, plain.scaled) == (True, None)
 
 
 def test_nobody_waits_for_the_device(monkeypatch):

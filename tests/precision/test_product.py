@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
+from tests.refusals import refusal
 from titanlab.costs import Joined
 from titanlab.errors import ConfigError
 from titanlab.parallelism import join_products
@@ -85,9 +86,7 @@ REFUSED["hook beside a product"][0].register_forward_hook(lambda _, __, output: 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_replaces_a_layer_is_refused(name):
     layer, how = REFUSED[name]
-    with pytest.raises(ConfigError) as refused:
-        take_over(layer, "layers.0.wq", **TAKEN)
-    assert str(refused.value).startswith(
+    assert refusal(take_over, layer, "layers.0.wq", **TAKEN).startswith(
         f"parallelism.tensor=2: computes layers.0.wq as Linear does, and layers.0.wq {how}; try 1"
     )
 

@@ -13,9 +13,8 @@ from tests.prove.parity_rows import SCHEDULES
 from titanlab.errors import ConfigError
 from titanlab.recipe.recipe_rules import setting
 from titanlab.techniques.precision.cast_schema import LARGEST, Bf16, Bf16Full, Fp16, Fp32, parts_within
-from titanlab.techniques.precision.contract import Formats, ProductFormat, matched
+from titanlab.techniques.precision.contract import ProductFormat, matched
 from titanlab.techniques.precision.float8_schema import (
-    Conversion,
     Float8Rowwise,
     Float8RowwiseWithGwHp,
     Float8Tensorwise,
@@ -65,24 +64,6 @@ def test_values_at_the_ends_of_their_ranges_are_taken():
     assert Fp16(init_scale=1.0, min_scale=1.0, growth_interval=1, max_skips=1, dynamic=False).min_scale == 1.0
     # As the command line gives them.
     assert (Float8Rowwise(emulate=True).emulate, Float8Rowwise(emulate="False").emulate) == ("true", "false")
-
-
-@pytest.mark.parametrize(
-    ("precision", "formats"),
-    [
-        (Fp32(), ("float32", "float32", "float32")),
-        (Bf16(), ("float32", "bfloat16", "float32")),
-        (Bf16(reduce="bf16", fp32_parts=["head", "norm"]), ("float32", "bfloat16", "bfloat16", ("head", "norm"))),
-        (Bf16Full(), ("bfloat16", "bfloat16", "float32")),
-        (Bf16Full(reduce="bf16"), ("bfloat16", "bfloat16", "bfloat16")),
-        (Fp16(), ("float32", "float16", "float32")),
-        (Fp16(reduce="fp16", fp32_parts=["head"]), ("float32", "float16", "float16", ("head",))),
-    ],
-)
-def test_formats(precision, formats):
-    assert precision.formats() == Formats(
-        **dict(zip(("master", "compute", "reduce", "fp32_parts"), formats, strict=False))
-    )
 
 
 # Config and setting; how the line begins and what its cure has in it; what mends it: other keys of the config, or others
@@ -241,25 +222,6 @@ def test_in_a_proof_float8_is_emulated_and_other_fields_stay():
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "capability", "emulated"),
-    [
-        (Float8Rowwise(), None, True),
-        (Float8Rowwise(), (8, 0), True),
-        (Float8Rowwise(), (8, 9), False),
-        (Float8Rowwise(), (10, 0), False),
-        (Float8Rowwise(emulate="true"), (9, 0), True),
-        (Float8Rowwise(emulate="false"), (8, 0), False),
-        # On a GPU it is emulated only if that is asked for.
-        (Mxfp8(), None, True),
-        (Mxfp8(), (9, 0), False),
-        (Mxfp8(emulate="true"), (9, 0), True),
-    ],
-)
-def test_where_it_is_emulated(config, capability, emulated):
-    assert config.emulates(capability) == emulated
-
-
 ATTENTION = tuple(f"layers.0.attention.{name}" for name in ("wq", "wk", "wv", "wo"))
 LINEAR = (*ATTENTION, *(f"layers.0.feed_forward.w{number}" for number in (1, 2, 3)))
 
@@ -277,19 +239,6 @@ def test_which_layers_are_converted():
     assert found.uneven == {**uneven, "output": (100, 64)}
     # Many are counted.
     assert str(found) == "3 linear layers, not layers.0.attention.wk, layers.1.attention.wq, 10 more"
-
-
-@pytest.mark.parametrize(
-    ("skipped", "uneven", "text"),
-    [
-        ((), {}, "1 linear layers"),
-        (("a",), {"b": (3, 5)}, "1 linear layers, not a, b (3×5)"),
-        (("a", "b"), {"c": (3, 5)}, "1 linear layers, not a, b, c (3×5)"),
-        (("a", "b", "c"), {"d": (3, 5)}, "1 linear layers, not a, b, 2 more"),
-    ],
-)
-def test_a_conversion_in_one_line(skipped, uneven, text):
-    assert str(Conversion(converted={"x": (16, 16)}, skipped=skipped, uneven=uneven)) == text
 
 
 @pytest.mark.parametrize(

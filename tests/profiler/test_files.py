@@ -14,7 +14,6 @@ from titanlab.records import OutcomeKind
 from titanlab.techniques.profiler.contract import Links, NoProfiler
 from titanlab.techniques.profiler.memory import MemoryProfiler
 from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, Trace
-from titanlab.techniques.profiler.trace import write_whole
 from titanlab.train import train
 from titanlab.train.recording import Recorder
 
@@ -108,25 +107,6 @@ def test_parts_of_a_step_that_one_rank_lacks_are_not_reported(pool, tmp_path):
     assert run.metrics("breakdown") == []
     (line,) = warnings(run)
     assert "the breakdown of steps 3 to 4 is not written: its part is missing on rank 1" in line
-
-
-def test_a_file_is_whole_or_absent(tmp_path):
-    failures = []
-
-    def failed(what, error):
-        failures.append((what, str(error)))
-
-    def cut(path):
-        path.write_text("half")
-        raise OSError(28, "No space left on device")
-
-    target = tmp_path / "traces" / "file"
-    write_whole(target, cut, failed)
-    assert failures == [(str(target), "[Errno 28] No space left on device")]
-    assert list(target.parent.iterdir()) == []
-    write_whole(target, lambda path: path.write_text("whole"), failed)
-    assert [path.name for path in target.parent.iterdir()] == ["file"]
-    assert len(failures) == 1
 
 
 def test_a_snapshot_of_memory_that_cannot_be_written_leaves_a_warning(tmp_path, monkeypatch):

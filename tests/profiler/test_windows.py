@@ -9,6 +9,7 @@ from tests import tiny
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
 from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, Rates, Trace
+from titanlab.techniques.profiler.trace import line, mean, step_parts
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, Rat
         (Memory, {"skip": 0}, r"skip=0: must be at least 1; try 5"),
         (Memory, {"entries": 0}, r"entries=0: must be at least 1; try 100000"),
         (Memory, {"every": 3}, r"every=3: must be 0, or at least 4: a window has 3 steps; try 300"),
-        (Rates, {"seconds": 0.0}, r"seconds=0\.0: must be a positive number of seconds"),
+        (Rates, {"seconds": 0.0}, r"seconds=0\.0: must be a positive number"),
         (Rates, {"largest": 63}, r"largest=63: must be at least 64"),
         (Rates, {"megabytes": 0}, r"megabytes=0: must be at least 1"),
     ],
@@ -98,3 +99,139 @@ def test_the_parts_add_up_to_the_step(name, pool, tmp_path):
     exposed = {key.removeprefix("breakdown/exposed_").removesuffix("(s)") for key in parts if "exposed_" in key}
     assert axes <= exposed
     assert exposed - axes <= {"world", "other_group"}
+
+
+# Parts of a step from traces made by hand
+
+
+AXES = {"7": "shard", "8": "tensor"}
+
+
+def event(name, begin, end, cat="cpu_op", tid=1, **args):
+    return {"ph": "X", "name": name, "ts": begin, "dur": end - begin, "cat": cat, "tid": tid, "pid": 1, "args": args}
+
+
+def phase(name, begin, end):
+    return event(f"titanlab.phase:{name}", begin, end, "user_annotation")
+
+
+def step(begin, end, number=3):
+    return event(f"ProfilerStep#{number}", begin, end, "user_annotation")
+
+
+def kernel(name, begin, end, launch, cat="kernel", **args):
+    number = f"{begin}-{name}"
+    launched = event("cudaLaunchKernel", launch, launch + 1, "cuda_runtime", tid=2, correlation=number)
+    return [launched, event(name, begin, end, cat, tid=7, correlation=number, **args)]
+
+
+def microseconds(parts):
+    return {name: round(1e6 * seconds) for name, seconds in parts.items() if seconds}
+
+
+def test_on_a_gpu_communication_counts_where_nothing_computes():
+    events = [
+        step(0, 1000),
+        event("ProfilerStep#3", 0, 1000, "gpu_user_annotation", tid=7),
+        phase("data", 0, 40),
+        phase("forward", 40, 100),
+        phase("backward", 100, 200),
+        event("titanlab.phase:forward", 100, 300, "gpu_user_annotation", tid=7),
+        phase("optimizer", 200, 220),
+        *kernel("gemm", 100, 300, launch=50),
+        # Beside the product for 50 µs, alone for 100 µs.
+        *kernel("ncclDevKernel_AllGather_RING_LL", 250, 400, launch=60, **{"Process Group Name": "7"}),
+        # The host is at the optimizer when this one runs; the backward has launched it, on a thread of autograd.
+        *kernel("gemm_backward", 400, 700, launch=150),
+        *kernel("ncclDevKernel_ReduceScatter", 650, 750, launch=160, **{"Process Group Name": "8"}),
+        # Two streams compute at once: the time counts once.
+        *kernel("gemm_backward", 500, 600, launch=151),
+        *kernel("ncclKernel_AllReduce", 750, 760, launch=161, **{"Process Group Name": "of nobody"}),
+        *kernel("adamw", 800, 900, launch=210),
+        *kernel("Memcpy HtoD", 900, 910, launch=300, cat="gpu_memcpy"),
+    ]
+    assert microseconds(step_parts(events, AXES)) == {
+        "step": 1000,
+        "data": 40,
+        "forward": 200,
+        "exposed_shard": 100,
+        "backward": 300,
+        "exposed_tensor": 50,
+        "exposed_other_group": 10,
+        "optimizer": 100,
+        # Nothing runs from 40 to 100, from 760 to 800 and from 910 on; a copy that no phase has launched.
+        "other": 60 + 40 + 90 + 10,
+    }
+
+
+def test_on_a_cpu_communication_counts_where_the_main_thread_runs_no_operation():
+    events = [
+        step(0, 1000),
+        phase("forward", 100, 400),
+        event("titanlab.issue:shard:all_gather", 110, 110, "user_annotation"),
+        event("c10d::_allgather_base_", 111, 120),
+        event("gloo:all_gather", 115, 300, "user_annotation", tid=9),
+        # An operation of gloo's own thread is no compute of this rank's.
+        event("aten::view", 116, 290, tid=9),
+        event("aten::mm", 200, 350),
+        phase("backward", 400, 900),
+        # Around Python code that waits.
+        event("autograd::engine::evaluate_function: MmBackward0", 400, 900),
+        event("MmBackward0", 410, 890),
+        event("titanlab.issue:tensor:reduce_scatter", 500, 500, "user_annotation"),
+        event("gloo:all_reduce", 510, 600, "user_annotation", tid=9),
+        event("titanlab.issue:shard:all_reduce", 590, 590, "user_annotation"),
+        event("gloo:all_reduce", 590, 640, "user_annotation", tid=10),
+        # A message on its way is no wait: its wait has a phase of its own.
+        event("gloo:recv", 640, 900, "user_annotation"),
+        phase("exposed_pipeline", 700, 800),
+        phase("checkpoint", 900, 950),
+    ]
+    assert microseconds(step_parts(events, {})) == {
+        "step": 1000,
+        "forward": 300 - 85,
+        "exposed_shard": 85 + 40,
+        "exposed_tensor": 90,
+        "exposed_pipeline": 100,
+        "backward": 500 - 90 - 40 - 100,
+        "checkpoint": 50,
+        "other": 150,
+    }
+
+
+def test_a_collective_without_a_mark_belongs_to_no_axis():
+    events = [step(0, 100), event("gloo:all_reduce", 10, 30, "user_annotation", tid=9)]
+    assert microseconds(step_parts(events, {})) == {"step": 100, "exposed_other_group": 20, "other": 80}
+
+
+def test_the_parts_are_the_mean_of_steps_and_of_ranks():
+    events = [step(0, 100), step(100, 400, 4), phase("forward", 50, 200), phase("forward", 390, 500)]
+    assert microseconds(step_parts(events, {})) == {"step": 200, "forward": 80, "other": 120}
+    assert mean([{"step": 4.0, "data": 4.0}, {"step": 2.0, "other": 2.0}]) == {"step": 3.0, "data": 2.0, "other": 1.0}
+    assert step_parts([phase("forward", 0, 1)], {}) == {}
+
+
+def test_the_line_has_the_largest_part_first():
+    parts = {"step": 0.2, "data": 0.00005, "forward": 0.05, "exposed_shard": 0.15}
+    assert line(parts) == "200 ms: exposed shard 75.0%, forward 25.0%"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_add_up_whatever_the_trace(seed):
+    import random
+
+    draw = random.Random(seed)
+    events = [step(0, 1000)]
+    for _ in range(60):
+        begin = draw.randrange(-50, 1000)
+        end = begin + draw.randrange(0, 200)
+        kind = draw.randrange(4)
+        if kind == 0:
+            events.append(phase(draw.choice(["data", "forward", "backward", "checkpoint"]), begin, end))
+        elif kind == 1:
+            events += kernel(draw.choice(["gemm", "adamw"]), begin, end, launch=draw.randrange(1000))
+        elif kind == 2:
+            group = {"Process Group Name": draw.choice(["7", "8", "9"])}
+            events += kernel("ncclDevKernel_AllGather", begin, end, launch=0, **group)
+    parts = step_parts(events, AXES)
+    assert sum(seconds for name, seconds in parts.items() if name != "step") == pytest.approx(parts["step"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 from tests.cover import cover
 from tests.planted_schema import Planted
 from titanlab.costs import AXES, Layout
-from titanlab.distributed import ALONE, joined
-from titanlab.prove import parity
 from titanlab.techniques.schedule.csv_schema import CsvSchedule
 from titanlab.techniques.schedule.published_schema import (
     ZBV,
@@ -51,11 +48,6 @@ SCHEDULES = {
     "dualpipe_v": DualPipeV(),
     "csv": CsvSchedule(file=str(Path(__file__).parents[1] / "schedule" / "zero_bubble_2x4.csv")),
 }
-
-
-def traced(made, run):
-    """Train as the rank that the pool has made this worker; every rank returns the full trace."""
-    return parity.trace(made, run, joined(os.environ) or ALONE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,6 +196,21 @@ ROWS = [
     _row("gaps in the labels", context=2, tensor=2),
     _row("gaps in the labels", pipeline=2, shard=2),
     _row("gaps in the labels", shard=2, tensor=2, microbatch=2),
+    # Gradients are reduced after each microbatch.
+    _row(shard=2, microbatch=1, reduce_gradients="each", always=True),
+    _row(shard=4, microbatch=1, reduce_gradients="each"),
+    _row(replicate=2, microbatch=2, reduce_gradients="each"),
+    _row(replicate=2, shard=2, microbatch=1, reduce_gradients="each"),
+    _row("clipped", shard=2, tensor=2, microbatch=2, reduce_gradients="each"),
+    _row("tied embeddings", shard=2, context=2, microbatch=2, reduce_gradients="each"),
+    _row("gaps in the labels", replicate=2, shard=2, tensor=2, microbatch=1, reduce_gradients="each"),
+    _row(replicate=2, shard=2, context=2, microbatch=1, reduce_gradients="each"),
+    _row(pipeline=2, shard=2, reduce_gradients="each", always=True),
+    _row(pipeline=2, shard=2, schedule="gpipe", reduce_gradients="each", reshard_after_forward="always"),
+    _row(pipeline=2, shard=2, schedule="interleaved_1f1b", reduce_gradients="each"),
+    _row(pipeline=2, replicate=2, shard=2, reduce_gradients="each"),
+    _row(pipeline=2, shard=2, tensor=2, reduce_gradients="each"),
+    _row("fused, in tiles", shard=2, microbatch=1, reduce_gradients="each", cpu_offload=True),
     # Held to one process whose projections are not fused and whose attention is not in tiles.
     _row("fused, in tiles"),
     _row("fused, in tiles", tensor=2, always=True),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.prove.parity_rows import COMMON, OnLayout, traced
+from tests.prove.parity_rows import COMMON, OnLayout
 from tests.prove.replayed_routing import recorded, replayed
 from titanlab.costs import account
 from titanlab.prove.parity import compare
@@ -52,6 +52,8 @@ ROWS = [
     ("head norms", {"tensor": 2}),
     ("head norms", {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}),
     ("head norms", {"replicate": 2, "context": 2, "tensor": 2}),
+    ("qwen3", {"replicate": 2, "shard": 2, "expert": 2, "microbatch": 1, "reduce_gradients": "each"}),
+    ("sequence", {"shard": 2, "tensor": 2, "microbatch": 1, "reduce_gradients": "each"}),
     ("mixtral", {"shard": 4}),
     ("qwen3", {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}),
     ("qwen3", {"tensor": 2, "sequence_parallel": False}),
@@ -155,7 +157,7 @@ def least_margin(made, run):
 
     unpatched = Router.choose
     with patch.object(Router, "choose", choose):
-        traced(made, run)
+        tiny.traced(made, run)
     return min(margins)
 
 
@@ -210,7 +212,7 @@ def test_what_is_replayed_is_the_routing_and_nothing_else(pool, in_one_process, 
     assert compare(wanted, found).largest <= BAR
     wanted, _ = in_one_process(bf16=True)
     made = recipe(tmp_path / "bf16", "qwen3", {**layout, "bf16": True})
-    found = pool.run(made.world, traced, made, tiny.begin(made))[0]
+    found = pool.run(made.world, tiny.traced, made, tiny.begin(made))[0]
     assert found.loads != wanted.loads
     difference = compare(wanted, found)
     assert max(difference.gradient[0], difference.parameter[0]) > TENSOR, difference
@@ -225,14 +227,14 @@ def without_sums_of_routers(made, run):
     """torchtitan #4054: tensor ranks keep their own part of the router's gradient."""
     styles = {**account.STYLES, "router": replace(account.STYLES["router"], treats_part=False)}
     with patch.object(account, "STYLES", styles):
-        return traced(made, run)
+        return tiny.traced(made, run)
 
 
 def with_own_counts(made, run):
     """Each rank updates biases from the counts of its own tokens."""
     unpatched = Balance.learn
     with patch.object(Balance, "learn", lambda balance, sums: unpatched(balance, balance.sums())):
-        return traced(made, run)
+        return tiny.traced(made, run)
 
 
 def with_auxiliary_losses_by_microbatch(made, run):
@@ -243,7 +245,7 @@ def with_auxiliary_losses_by_microbatch(made, run):
         unpatched(balance, *given, scale=scale * made.microbatches, **named)
 
     with patch.object(Balance, "__init__", init):
-        return traced(made, run)
+        return tiny.traced(made, run)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ right for a while. A recipe is reduced by the verb's own rules; only its ranks a
 
 import json
 import re
+import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,9 +25,11 @@ from titanlab.prove import (
     Candidate,
     ProofRow,
     Prover,
-    Result,
+    RunFailed,
     TrainingTrace,
+    forked,
     plan_proofs,
+    prepare,
     proof,
     read_parity,
     reduce_all,
@@ -34,10 +37,11 @@ from titanlab.prove import (
     tolerances,
     write_parity,
 )
+from titanlab.prove.forked import Ended
 from titanlab.prove.parity import TraceDifference
 from titanlab.prove.proof import OK, exceeded, too_exact
 from titanlab.prove.tolerances import FP32, RUNS
-from titanlab.records import Outcome, OutcomeKind
+from titanlab.records import Outcome, OutcomeKind, RunFolder
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.precision.cast_schema import Bf16
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
@@ -193,15 +197,6 @@ def test_equal_recipes_and_references_are_trained_once(tmp_path):
     assert [row.run for row in rows] == ["dp_s2", "again", "tp2"]
     assert all(row.passed for row in rows)
     assert [recipe.layout.label for recipe in calls] == ["single", "dp_s2", "tp2"]
-
-
-def test_a_failure_of_one_run_is_its_row(tmp_path):
-    train, _ = untrained(failing=(4,))
-    prover = Prover(train)
-    candidates = [large(tmp_path, shard=2), large(tmp_path, shard=4)]
-    rows = [row for proof in plan_proofs(candidates, steps=2, runs="x", most=16) for row in prover.rows(proof)]
-    assert [row.passed for row in rows] == [True, False]
-    assert rows[1].reason == "crash: LookupError: a planted fault"
 
 
 def test_what_cannot_be_reduced_is_a_row_beside_others_and_an_error_alone(tmp_path, monkeypatch):
@@ -369,34 +364,6 @@ def test_a_recipe_that_cannot_be_folded_is_a_result(tmp_path):
     assert result.cause.startswith("parallelism.shard=2: cannot be folded to 1 processes")
 
 
-def test_a_rehearsal_that_is_done_is_ok(tmp_path):
-    (result,), (recipe,) = results_of(rehearsals_of(large(tmp_path, shard=8)))
-    assert result == Result(
-        run="dp_s8", layout="dp_s8", state=OK, outcome="done", processes=recipe.layout.world, seconds=1.5
-    )
-    assert result.to_mapping() == {
-        "run": "dp_s8",
-        "layout": "dp_s8",
-        "state": "ok",
-        "outcome": "done",
-        "cause": "",
-        "processes": 8,
-        "seconds": 1.5,
-        "log": None,
-        "same_as": None,
-        "missing": (),
-    }
-
-
-@pytest.mark.parametrize(
-    ("kind", "cause", "told"),
-    [(OutcomeKind.CRASH, "it broke", "it broke"), (OutcomeKind.OOM, None, OutcomeKind.OOM.meaning)],
-)
-def test_a_failure_has_its_cause_and_its_log(tmp_path, kind, cause, told):
-    (result,), _ = results_of(rehearsals_of(large(tmp_path, shard=8)), kind, cause)
-    assert (result.state, result.outcome, result.cause, result.log) == (FAILED, kind.value, told, "rank-0.log")
-
-
 def test_recipes_that_train_alike_are_trained_once(tmp_path):
     first, second = large(tmp_path, shard=64, global_batch=64), large(tmp_path, shard=128, global_batch=128)
     results, recipes = results_of(
@@ -409,3 +376,54 @@ def test_recipes_that_train_alike_are_trained_once(tmp_path):
         ("third", "dp_s2 of dp_s64", "dp_s64", 0.0),
     ]
     assert {each.cause for each in results} == {"why"}
+
+
+# Reduced runs in forked ranks
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (
+            {"kind": OutcomeKind.CRASH, "cause": "ValueError: x", "rank": 11},
+            "crash: ValueError: x; log: {}/rank-11.log",
+        ),
+        ({"kind": OutcomeKind.OOM}, f"oom: {OutcomeKind.OOM.meaning}; log: {{}}/rank-0.log"),
+    ],
+)
+def test_a_failure_is_one_line_with_its_cause_and_the_log_of_its_rank(tmp_path, outcome, said):
+    error = RunFailed(Ended(run=RunFolder(tmp_path), attempt=1, outcome=Outcome(**outcome), seconds=1.0))
+    assert isinstance(error, TitanlabError)
+    assert str(error) == said.format(tmp_path / "logs")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
+def test_after_an_error_or_ctrl_c_every_rank_is_killed(tmp_path, monkeypatch, error):
+    def interrupted(started, *rest, **named):
+        raise error
+
+    killed = []
+    monkeypatch.setattr(forked, "fork_children", lambda *given: {})
+    monkeypatch.setattr(forked, "wait_for", interrupted)
+    monkeypatch.setattr(forked.RankProcesses, "end", lambda self, number, *, seconds: killed.append(number))
+    with pytest.raises(error):
+        forked.train_in_ranks(tiny.recipe(tmp_path))
+    assert killed == [signal.SIGKILL]
+
+
+def test_ranks_inherit_no_other_rank_and_compute_with_one_thread(monkeypatch):
+    """With more threads sums are rounded in another order, and with a rank's variables they would join its ranks."""
+    imported, frozen = [], []
+    monkeypatch.setattr(forked, "import_trainer", lambda: imported.append(dict(forked.os.environ)))
+    monkeypatch.setattr(forked.importlib, "import_module", lambda name: None)
+    monkeypatch.setattr(forked.gc, "freeze", lambda: frozen.append(True))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "7")
+    for name in forked._ENVIRONMENT:
+        monkeypatch.setenv(name, "8")
+    prepare()
+    (environment,) = imported
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & environment.keys()
+    # Before torch is imported, which reads them then.
+    assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+    assert frozen == [True]

@@ -81,6 +81,16 @@ def test_recipes_of_one_model_and_data_get_the_same_sizes(tmp_path):
     assert reduced(large(tmp_path, pipeline=4, microbatch=1), other)[1].recipe.model.layers == 2
 
 
+def test_gradients_are_reduced_as_often_as_in_the_real_size(tmp_path):
+    each, last, other = (
+        reduced(large(tmp_path, shard=2, **given))[0].recipe
+        for given in ({"microbatch": 1}, {"microbatch": 1, "reduce_gradients": "last"}, {})
+    )
+    assert (each.microbatches, each.reduces_each) == (2, True)
+    assert (last.microbatches, last.reduces_each) == (2, False)
+    assert not other.reduces_each
+
+
 def test_what_a_cpu_lacks_is_replaced_and_said(tmp_path):
     candidate = large(tmp_path, shard=2, tensor=2)
     recipe = candidate.recipe

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from tests import tiny
+from tests.refusals import refusal
 from titanlab.costs import AXES
 from titanlab.errors import ConfigError
 from titanlab.options import discover
@@ -196,9 +197,7 @@ def test_a_config_of_an_earlier_version_is_told(group, key, line):
         del mapping[group][key]
     else:
         del mapping[group]
-    with pytest.raises(ConfigError) as refused:
-        from_mapping(mapping)
-    assert str(refused.value).startswith(line)
+    assert refusal(from_mapping, mapping).startswith(line)
 
 
 def test_a_key_that_is_missing_has_its_default_where_it_means_the_same():

@@ -6,23 +6,28 @@ tests/cli/test_refusals.py has the lines of other layouts.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from dataclasses import dataclass, replace
 
 import pytest
 
 from tests import tiny
 from tests.prove.test_experts import MODELS
+from tests.refusals import refusal
 from titanlab.costs import Layout, ModelAccount
 from titanlab.data import Synthetic
 from titanlab.distributed import Host
 from titanlab.errors import ConfigError
 from titanlab.parallelism import Parallelism
 from titanlab.recipe import Cluster, Recipe, Training, check, check_host_memory, resolve
+from titanlab.recipe.recipe import needs_whole_logits
 from titanlab.recipe.recipe_rules import PROCESS_BYTES, check_context, check_pipeline, check_tensor
+from titanlab.records import identify
 from titanlab.techniques.ac.recomputation_schema import SelectiveOp
 from titanlab.techniques.model import attention as flash3
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.precision.contract import Formats, PrecisionConfig
+from titanlab.techniques.precision.float8_schema import Mxfp8
 from titanlab.techniques.schedule.published_schema import GPipe
 
 
@@ -159,17 +164,14 @@ def test_a_layout_that_fits(degrees):
     ],
 )
 def test_a_layout_that_the_model_does_not_allow(changes, degrees, complaint):
-    with pytest.raises(ConfigError) as refused:
-        check_layout(changes, **degrees)
-    assert complaint in str(refused.value)
+    assert complaint in refusal(check_layout, changes, **degrees)
 
 
 def test_experts_that_neither_they_nor_their_rows_divide(tmp_path):
     narrow = replace(MODELS["mixtral"], ffn_dim=45)
-    with pytest.raises(ConfigError) as refused:
-        tiny.recipe(tmp_path, model=narrow, expert=2, shard=4)
+    told = refusal(tiny.recipe, tmp_path, model=narrow, expert=2, shard=4)
     rule = "leaves 3 experts to 2 shards of FSDP2, which do not divide them nor the 45 rows of"
-    assert str(refused.value).startswith(f"parallelism.expert=2: {rule}")
+    assert told.startswith(f"parallelism.expert=2: {rule}")
 
 
 @pytest.mark.parametrize("given", [{"ac": SelectiveOp()}, {"blocks": True}, {"blocks": True, "ac": SelectiveOp()}])
@@ -243,3 +245,66 @@ def test_nothing_is_said_of_a_gpu_and_of_a_host_that_is_not_known(tmp_path):
     check_host_memory(recipe, replace(with_memory(1), memory_bytes=None), processes=1)
     on_gpu = replace(recipe, cluster=Cluster(accelerator="cuda", device="NVIDIA H200"))
     check_host_memory(on_gpu, with_memory(1), processes=1)
+
+
+# Chunks of the loss in a recipe: the number that it has, and what is refused
+
+
+def large(folder, **given):
+    """A recipe with 1.5 GiB of logits: 4,096 tokens and a vocabulary of 100,000."""
+    model = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=192, vocab_size=100_000)
+    data = tiny.Synthetic(vocab_size=100_000)
+    return tiny.recipe(folder, model=model, data=data, global_batch=8, seq_len=512, **given)
+
+
+def hash_of(made):
+    return identify(made, data="tiny", hardware="cpu").sha256
+
+
+def test_a_resolved_recipe_has_the_number(tmp_path):
+    assert large(tmp_path).training.loss_chunk == 1024
+    # Half of the tokens, or half of the columns, are less than 1 GiB.
+    assert large(tmp_path, context=2).training.loss_chunk == 0
+    assert large(tmp_path, tensor=2).training.loss_chunk == 0
+    assert large(tmp_path, microbatch=4).training.loss_chunk == 0
+    assert large(tmp_path, loss_chunk=0).training.loss_chunk == 0
+    assert large(tmp_path, loss_chunk=100).training.loss_chunk == 100
+    assert tiny.recipe(tmp_path).training.loss_chunk == 0
+
+
+def test_only_runs_with_chunks_have_other_names(tmp_path):
+    small = tiny.recipe(tmp_path)
+    assert (
+        hash_of(small)
+        == hash_of(tiny.recipe(tmp_path, loss_chunk=0))
+        == hash_of(tiny.recipe(tmp_path, loss_chunk=None))
+    )
+    assert "loss_chunk" not in str(identify(small, data="tiny", hardware="cpu").content)
+    assert (
+        hash_of(large(tmp_path)) == hash_of(large(tmp_path, loss_chunk=1024)) != hash_of(large(tmp_path, loss_chunk=0))
+    )
+
+
+class Headless(Llama):
+    """A model from elsewhere whose account does not name the head."""
+
+    def account(self):
+        return dataclasses.replace(super().account(), head="")
+
+
+def test_a_model_without_a_named_head_has_whole_logits(tmp_path):
+    made = large(tmp_path, loss_chunk=100)
+    model = Headless(**{field.name: getattr(made.model, field.name) for field in dataclasses.fields(Llama)})
+    made = dataclasses.replace(made, model=model)
+    assert dataclasses.replace(made, training=dataclasses.replace(made.training, loss_chunk=-1)).loss_chunk == 0
+    with pytest.raises(ConfigError, match="loss_chunk=100: the model does not name its head"):
+        check(made)
+
+
+def test_whole_logits_that_something_else_needs(tmp_path):
+    with pytest.raises(ConfigError, match="loss_chunk=64: loss_parallel=false gathers whole logits"):
+        tiny.recipe(tmp_path, tensor=2, loss_parallel=False, loss_chunk=64)
+    assert tiny.recipe(tmp_path, tensor=2, loss_parallel=False).loss_chunk == 0
+    made = dataclasses.replace(tiny.recipe(tmp_path, loss_chunk=64), precision=Mxfp8(skip=["wk"]))
+    assert "computes both of its gradients at once" in needs_whole_logits(made)[0]
+    assert needs_whole_logits(dataclasses.replace(made, precision=Mxfp8())) is None

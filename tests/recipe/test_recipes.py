@@ -24,12 +24,10 @@ from tests.cover import marks
 from tests.prove.replayed_routing import Record, recorded, replayed
 from titanlab.costs import SHORT, training_flops_per_token
 from titanlab.data import source
-from titanlab.distributed import ALONE, joined
 from titanlab.options import discover
 from titanlab.parallelism import Parallelism
 from titanlab.plan import estimate_of, for_planning, machine_of
 from titanlab.plan.step_time import step_time
-from titanlab.prove import parity
 from titanlab.recipe import VERSION_BASE, Recipe, check, conf_folder, from_mapping, register, resolve, to_mapping
 from titanlab.records import config_text
 
@@ -325,10 +323,6 @@ def test_a_twin_has_the_shape_of_its_recipe(composed, gpu_host, name):
         assert min(twin.microbatches // twin.layout.pipeline, large.microbatches // large.layout.pipeline) >= 1
 
 
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
-
-
 def short(recipe: Recipe, folder: Path) -> Recipe:
     """Three steps of a twin."""
     schedule = dataclasses.replace(recipe.optimizer.schedule, warmup_steps=1)
@@ -369,7 +363,7 @@ def alone(pool, tmp_path_factory):
         if key not in known:
             made = on_cpu(dataclasses.replace(single, runs=str(tmp_path_factory.mktemp("alone"))))
             if made.model.account().experts is None:
-                known[key] = Alone(pool.run(1, traced, made, tiny.begin(made))[0].losses, None)
+                known[key] = Alone(pool.run(1, tiny.traced, made, tiny.begin(made))[0].losses, None)
             else:
                 trace, record = pool.run(1, recorded, made, tiny.begin(made))[0]
                 known[key] = Alone(trace.losses, record)
@@ -387,7 +381,7 @@ def test_a_twin_trains_as_one_process(pool, composed, alone, tmp_path, name):
     source.prepare(made.data, report=lambda line: None)
     reference = alone(made)
     # With experts the routing of one process is replayed: rounding in another order chooses others for some tokens.
-    run = (traced, made, tiny.begin(made)) if reference.record is None else (
+    run = (tiny.traced, made, tiny.begin(made)) if reference.record is None else (
         replayed, made, tiny.begin(made), reference.record
     )  # fmt: skip
     every = pool.run(made.world, *run, limit_seconds=300.0)

@@ -1,11 +1,15 @@
 """What is text by its type is the text as typed: on the command line, in YAMLs, in sweeps, and when a run goes on."""
 
+from pathlib import Path
+
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from tests.sweep.files import labels, plan, write_sweep
-from titanlab.cli.compose import answer
+from titanlab.cli.compose import answer, compose
 from titanlab.errors import ConfigError
-from titanlab.recipe import Loader, Recipe, as_typed, from_mapping, read_flags, to_mapping
+from titanlab.recipe import Loader, Recipe, as_typed, from_mapping, literal, path_override, read_flags, to_mapping
 from titanlab.recipe.next_attempt import overridden
 from titanlab.records import config_text, read_config
 from titanlab.sweep import read_request
@@ -166,3 +170,86 @@ def test_a_sweep_has_its_texts_as_typed(tmp_path):
 def test_what_hydra_prints_has_the_texts_as_typed(capsys):
     answer(read_flags(["--cfg", "job", "name=5e2", "model=debug"]))
     assert "name: '5e2'" in capsys.readouterr().out
+
+
+# Lists of options: on the command line, in a recipe's file, in a sweep and in a frozen recipe
+
+
+TINY = "model=llama_2m data=synthetic"
+
+
+def test_on_the_command_line():
+    given = f"{TINY} tracker=[wandb,tensorboard] tracker.wandb.project=mine tracker.tensorboard.flush_seconds=3"
+    (recipe,) = compose(given.split())
+    assert (recipe.tracker.kind, recipe.tracker.wandb.project) == ("wandb+tensorboard", "mine")
+    assert recipe.tracker.tensorboard.flush_seconds == 3
+    # One option has its keys where it always had them.
+    for one in ("tracker=wandb", "tracker=[wandb]"):
+        (recipe,) = compose(f"{TINY} {one} tracker.project=mine".split())
+        assert (recipe.tracker.kind, recipe.tracker.project) == ("wandb", "mine")
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder of options of the user's own."""
+    for group in ("recipe", "sweeps", "tracker"):
+        (tmp_path / group).mkdir()
+    (tmp_path / "tracker" / "mine.yaml").write_text("defaults: [wandb_schema, _self_]\nproject: mine\n")
+    top = "# @package _global_\ndefaults:\n  - override /model: llama_2m\n  - override /data: synthetic\n"
+    (tmp_path / "recipe" / "two.yaml").write_text(
+        f"{top}  - override /tracker: [mine, tensorboard]\ntracker: {{tensorboard: {{flush_seconds: 2}}}}\n"
+    )
+    (tmp_path / "sweeps" / "two.yaml").write_text(
+        f"{top}  - override /hydra/sweeper: space\n  - override /tracker: [wandb, tensorboard]\n"
+        "hydra:\n  mode: MULTIRUN\n  sweeper:\n    space:\n      product: {seed: [0, 1]}\n"
+    )
+    return tmp_path
+
+
+def test_in_files(own):
+    (recipe,) = compose(["--config-dir", str(own), "+recipe=two", "tracker.mine.entity=us"])
+    parts = recipe.tracker.parts()
+    assert {name: part.kind for name, part in parts.items()} == {"mine": "wandb", "tensorboard": "tensorboard"}
+    assert (parts["mine"].project, parts["mine"].entity, parts["tensorboard"].flush_seconds) == ("mine", "us", 2)
+    # A frozen recipe takes keys too, as `titanlab resume` gives them.
+    again = overridden(to_mapping(recipe), ["tracker.mine.mode=offline"], file=own)
+    assert (again.tracker.mine.mode, again.tracker.kind) == ("offline", "mine+tensorboard")
+
+
+def test_in_sweeps(own):
+    recipes = compose(["--config-dir", str(own), "+sweeps=two", "tracker.wandb.project=ours"])
+    assert [(one.seed, one.tracker.kind, one.tracker.wandb.project) for one in recipes] == [
+        (0, "wandb+tensorboard", "ours"),
+        (1, "wandb+tensorboard", "ours"),
+    ]
+    recipes = compose([*TINY.split(), "-m", "tracker=[wandb,tensorboard],jsonl"])
+    assert [one.tracker.kind for one in recipes] == ["wandb+tensorboard", "jsonl"]
+
+
+# Plain values and paths as Hydra and OmegaConf must be given them
+
+
+@pytest.mark.parametrize("value", ["", "a", "${x}", "\\${x}", "\\\\${x}", "${", "a\\b", "$x", 1, None, "${a}${b}"])
+def test_a_value_reads_back_unchanged(value):
+    given = {"a": value, "b": [value, {"c": value}]}
+    assert OmegaConf.to_container(OmegaConf.create(literal(given)), resolve=True) == given
+
+
+@pytest.mark.parametrize("text", ["weights/small", "/a/@b/+c", "./-x/y", "x/1e3", "a%20b/c"])
+def test_a_usual_path_has_no_quotes(text):
+    assert path_override("k", Path(text)) == f"k={Path(text)}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Words that Hydra reads as another value, or as none.
+        *("123", "1e3", "1_000", "null", "true", "inf", "/", ".", "w"),
+        *("модель/x", "/home/é/w", "a b/c", "a'b", 'a"b', "a\\b", "a\\", 'a\\"b', "a\nb", " a"),
+        *("${x}/y", "\\${x}", "a=b", "a,b", "[x]", "{a:b}", "a:b", "~x", "a#b", "x(1)", "$HOME/x", "*/x"),
+    ],
+)
+def test_any_path_survives_hydra_s_grammar(text):
+    parsed = OverridesParser.create().parse_override(path_override("k", Path(text)))
+    assert not parsed.is_sweep_override()
+    assert OmegaConf.create({"k": parsed.value()}).k == str(Path(text))

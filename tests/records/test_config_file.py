@@ -37,11 +37,6 @@ def test_text_that_looks_like_something_else_stays_text_for_omegaconf_too(text):
     assert OmegaConf.create(config_text({"a": text}))["a"] == text
 
 
-def test_fields_keep_their_order_and_repeat_themselves():
-    shared = [1, 2]
-    assert config_text({"b": shared, "a": shared}) == "b:\n- 1\n- 2\na:\n- 1\n- 2\n"
-
-
 def test_a_section_that_was_written_before_is_not_taken_for_one_that_only_equals_it():
     for value, text in ((1, "1"), (True, "true"), (1.0, "1.0"), (1, "1"), ("1", "'1'")):
         assert config_text({"a": {"b": value}, "c": value}) == f"a:\n  b: {text}\nc: {text}\n"

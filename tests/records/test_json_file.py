@@ -16,25 +16,6 @@ def refusal(action, *given, **more):
     return str(caught.value)
 
 
-def test_an_object_is_read(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text('{"é": [1, null]}', encoding="utf-8")
-    assert read_object(path) == read_optional(path) == {"é": [1, None]}
-
-
-def test_digits_are_kept(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text('{"text": "' + "1" * 400 + '", "large": 1' + "0" * 300 + "}")
-    assert read_object(path) == {"text": "1" * 400, "large": 10**300}
-
-
-def test_without_a_file_there_is_none(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "a.json", tmp_path / "no" / "a.json", tmp_path / "file" / "a.json"):
-        assert read_object(path) is None
-        assert read_optional(path) is None
-
-
 @pytest.mark.parametrize(
     ("content", "rule"),
     [

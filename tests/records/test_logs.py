@@ -11,14 +11,11 @@ from titanlab.records import (
     Growing,
     RunFolder,
     backward,
-    complete_end,
     forward,
     log_parts,
     logs,
-    merged,
     part_of,
     rank_log,
-    rank_logs,
     timed,
     timed_from_end,
 )
@@ -80,26 +77,6 @@ def test_a_log_is_divided_among_the_attempts(run, size, marks, parts):
             part_of(run, 0, path, number)
 
 
-def test_the_sizes_are_noted_when_an_attempt_begins(run):
-    log(run, 0, b"12345")
-    log(run, 1, b"")
-    number = run.begin_attempt({}, {})
-    assert json.loads((run.attempt_folder(number) / "logs.json").read_text()) == {"schema": 1, "bytes": {"0": 5}}
-    (part,) = log_parts(run, 2, rank_log(run, 2))
-    assert (part.start, part.end, part.last) == (0, 0, 0.0)
-
-
-def test_logs_are_those_with_the_name_of_a_rank(run):
-    for name in ("rank-10.log", "rank-2.log", "rank-0.log", "rank-x.log", "rank-1.log.gz", "rank-1234567.log", "a"):
-        (run.logs / name).write_text("")
-    assert {rank: path.name for rank, path in rank_logs(run).items()} == {
-        0: "rank-0.log", 2: "rank-2.log", 10: "rank-10.log",
-    }  # fmt: skip
-    assert list(rank_logs(run)) == [0, 2, 10]
-    assert rank_log(run, 7) == run.logs / "rank-7.log"
-    assert rank_logs(RunFolder(run.path / "gone")) == {}
-
-
 @pytest.mark.parametrize(
     ("time", "expected"),
     [(None, 7.0), ("x", 7.0), (-1, 0.0), (10**1000, 7.0), (4e9, 0.0), (True, 1.0), (float("nan"), 0.0)],
@@ -159,14 +136,6 @@ def test_a_line_without_end_is_cut(tmp_path, monkeypatch):
         assert b"".join(found) == b"x" * 35
 
 
-def test_only_complete_lines_are_before_the_end(tmp_path):
-    path = tmp_path / "log"
-    path.write_bytes(b"whole\nhal")
-    assert complete_end(path, 9) == 6
-    path.write_bytes(b"hal")
-    assert complete_end(path, 3) == 0
-
-
 def test_what_is_no_file_is_refused_and_what_is_missing_is_empty(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is no regular file"):
@@ -175,33 +144,6 @@ def test_what_is_no_file_is_refused_and_what_is_missing_is_empty(tmp_path):
         assert list(forward(tmp_path / name, 0, 9)) == []
         assert list(backward(tmp_path / name, 0, 9)) == []
         assert Growing(tmp_path / name).read(last=True) == []
-
-
-def test_a_growing_file_gives_lines_once_they_are_complete(tmp_path):
-    path = tmp_path / "log"
-    log = Growing(path)
-    assert log.read() == []
-    path.write_bytes(b"one\ntw")
-    assert log.read() == [b"one"]
-    with path.open("ab") as file:
-        file.write(b"o\nthr")
-    assert log.read() == [b"two"]
-    assert (log.read(last=True), log.read(last=True)) == ([b"thr"], [])
-
-
-def test_a_file_that_is_cut_short_or_replaced_is_read_anew(tmp_path):
-    path = tmp_path / "log"
-    path.write_bytes(b"one\ntwo\n")
-    log = Growing(path)
-    assert log.read() == [b"one", b"two"]
-    path.write_bytes(b"cut\n")
-    assert (log.read(), log.changed) == ([b"cut"], True)
-    assert (log.read(), log.changed) == ([], False)
-    (tmp_path / "new").write_bytes(b"another\n")
-    (tmp_path / "new").replace(path)
-    assert (log.read(), log.changed) == ([b"another"], True)
-    path.unlink()
-    assert (log.read(), log.changed) == ([], False)
 
 
 NOON = datetime(2026, 3, 1, 12, 0, 0).timestamp()
@@ -242,12 +184,3 @@ def test_a_clock_that_is_set_back_keeps_the_order_of_a_file():
         lines = list(found)
         assert [line.text for line in lines] == texts
         assert lines == sorted(lines, key=lambda line: line.time)
-
-
-def test_ranks_are_merged_and_a_rank_without_times_comes_at_the_end():
-    zero = timed([b"12:00:01 a", b"12:00:05 c"], 0, begin=NOON, last=NOON + 5)
-    one = timed([b"Traceback", b"  error"], 1, begin=NOON, last=NOON + 6)
-    two = timed([b"12:00:03 b"], 2, begin=NOON, last=NOON + 3)
-    found = [(line.rank, line.text) for line in merged([zero, one, two])]
-    expected = [(0, b"12:00:01 a"), (2, b"12:00:03 b"), (0, b"12:00:05 c"), (1, b"Traceback"), (1, b"  error")]
-    assert found == expected

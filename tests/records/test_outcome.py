@@ -17,7 +17,6 @@ from titanlab.records import (
     from_exception,
     from_exit,
     outcome,
-    says_oom,
 )
 
 KINDS = "done oom hang nan crash preempted walltime node_fail cancelled infeasible data".split()
@@ -32,14 +31,6 @@ def test_the_taxonomy_is_whole():
     # 124 to 127 belong to timeout and the shell.
     assert all(0 <= code < 124 or code == 130 for code in codes.values())
     assert all(kind.meaning for kind in OutcomeKind)
-
-
-def test_what_may_follow():
-    automatic = {kind for kind in OutcomeKind if kind.automatic}
-    # A hang would hang again: somebody has to look at it.
-    assert automatic == {"node_fail", "preempted", "walltime"}
-    assert automatic < {kind for kind in OutcomeKind if kind.may_continue}
-    assert {kind for kind in OutcomeKind if not kind.may_continue} == {"done", "infeasible", "nan", "oom"}
 
 
 def test_the_exception_is_kept():
@@ -216,28 +207,3 @@ def test_exceptions_are_named(error, kind):
 )
 def test_an_echo_of_another_ranks_failure_is_known(error, echo):
     assert from_exception(error).echo is echo
-
-
-def test_a_thread_that_cannot_start_is_want_of_memory_under_a_limit_of_addresses_only(monkeypatch):
-    error = RuntimeError("can't start new thread")
-    assert classify(error) is OutcomeKind.CRASH
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (2**31, 2**31))
-    assert classify(error) is OutcomeKind.OOM
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", False),
-        ("all is well", False),
-        ("lines before\nRuntimeError: CUDA out of memory. Tried\nlines after", True),
-        ("terminate called after throwing an instance of 'std::bad_alloc'", True),
-        ("x.so: failed to map segment from shared object", True),
-        ("x.so: failed to map segment from shared object: Operation not permitted", False),
-        ("Unable to allocate 9.0 GiB for an array with shape (3,)", True),
-        # Without a limit of addresses, the limit is one of processes.
-        ("can't start new thread", False),
-    ],
-)
-def test_a_log_says_that_memory_ran_out(text, expected):
-    assert says_oom(text) is expected

@@ -5,16 +5,7 @@ import json
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records import (
-    Identity,
-    NoSuchRun,
-    RunFolder,
-    create_run,
-    find_run,
-    list_runs,
-    point_of,
-    read_points,
-)
+from titanlab.records import Identity, NoSuchRun, RunFolder, create_run, find_run, list_runs, point_of, read_points
 
 
 @pytest.fixture
@@ -68,12 +59,6 @@ def test_a_run_by_what_a_person_types(runs, text, found):
     assert find_run(text, runs).path == runs / found
 
 
-def test_a_run_by_its_path(runs, monkeypatch):
-    monkeypatch.chdir(runs / "single" / "toy-abcd1111")
-    assert find_run(str(runs / "s1" / "large-99990000"), "nowhere").sweep == "s1"
-    assert find_run(".", "nowhere").config() == {"a": 1}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -91,11 +76,6 @@ def test_no_run_or_several_are_an_error_that_helps(runs, text, message):
         find_run(text, runs)
     assert str(caught.value).startswith("run=")
     assert isinstance(caught.value, NoSuchRun) == message.startswith("fits no run")
-
-
-def test_without_any_run_the_error_says_how_to_get_one(tmp_path):
-    with pytest.raises(ConfigError, match="train one first"):
-        find_run("toy", tmp_path / "runs")
 
 
 def write(folder, text):
@@ -144,10 +124,3 @@ def test_a_damaged_line_is_named(tmp_path, line, rule):
         read_points(tmp_path)
     assert str(caught.value).startswith(f"sweep={tmp_path / 'points.jsonl'}: {rule}; restore that file, or submit")
     assert point_of(RunFolder(tmp_path / "run")) == {}
-
-
-def test_the_point_of_a_run(tmp_path):
-    write(tmp_path, '{"point": {"seed": 1}, "run": "a"}\n{"point": {"seed": 2}, "run": "b"}\n{"run": null}\n')
-    assert point_of(RunFolder(tmp_path / "b")) == {"seed": 2}
-    assert point_of(RunFolder(tmp_path / "c")) == {}
-    assert point_of(RunFolder(tmp_path / "gone" / "a")) == {}

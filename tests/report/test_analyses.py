@@ -110,11 +110,6 @@ def test_runs_that_did_not_end_well_have_an_estimate_only(made):
     assert (memory["estimated_gib"] > 0).all()
 
 
-def test_what_is_no_sweep_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="is no sweep's folder"):
-        memory_frame(tmp_path)
-
-
 @pytest.fixture
 def steps(made):
     for name, losses, keys in (
@@ -219,8 +214,3 @@ def test_the_first_is_named_if_the_gap_is_more_than_noise(made):
     assert sum(" 3  " in line for line in table) == 2
     assert ranking_text(runs, "memory").startswith("single")
     assert "more than" not in ranking_text(runs, max_memory_gib=0.75).splitlines()[0]
-
-
-def test_a_sweep_without_runs_says_so(made):
-    made.drop("rule", "breaks a rule", parallelism="tp")
-    assert ranking_text(frames.sweep_frame(made.folder.path))

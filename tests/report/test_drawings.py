@@ -76,14 +76,6 @@ def test_items_of_memory_are_stacked_up_to_the_estimate(measured):
     )
 
 
-def test_items_of_one_colour_differ_in_their_hatch():
-    looks = [
-        (bar.get_facecolor(), bar.get_hatch())
-        for bar in draw_memory(frame(MEMORY, ("a", 50.0, 1.0, *([1.0] * len(ITEMS))))).axes[0].patches
-    ]
-    assert len(set(looks)) == len(ITEMS) + 1
-
-
 def test_each_schedule_has_a_line_in_the_order_of_microbatches():
     rows = [("1f1b", 8, 5.0, 4), ("1f1b", 4, 10.0, 4), ("_mine", 4, 12.0, 4)]
     figure = draw_bubbles(frame(BUBBLES, *rows))

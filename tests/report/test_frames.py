@@ -1,7 +1,5 @@
 """Sweeps as data frames."""
 
-import json
-
 import pandas as pd
 import pytest
 
@@ -41,15 +39,6 @@ def test_types_do_not_depend_on_values(mixed, tmp_path):
     empty = Made(tmp_path / "other")
     empty.drop("rule", "no", parallelism="tp3")
     assert sweep_frame(empty.folder.path).dtypes.equals(sweep_frame(mixed.folder.path).dtypes)
-
-
-def test_a_value_of_another_kind_than_its_column_is_missing(mixed):
-    """A damaged file of a run was a traceback."""
-    for path in mixed.folder.path.rglob("env.json"):
-        path.write_text(json.dumps({"launcher": ["a"], "time": 2**60 + 1}))
-    frame = sweep_frame(mixed.folder.path)
-    assert frame.launcher.isna().all()
-    assert frame.started.dropna().unique().tolist() == [float(2**60)]
 
 
 def test_what_collect_wrote_reads_the_same(mixed, tmp_path):

@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -300,11 +299,6 @@ def test_the_rows_need_not_be_of_the_right_types(made):
     assert page.words["provenance"]
 
 
-def test_packages_of_the_page_are_in_the_wheel():
-    folder = Path(__file__).parents[2] / "titanlab" / "report"
-    assert {path.name for path in folder.iterdir() if path.suffix in (".html", ".css")} == {"page.html", "style.css"}
-
-
 def test_figures_for_papers(shared, tmp_path):
     made, figures = shared, sweep_figures(shared.folder.path)
     assert list(figures) == ["pareto", "throughput", "step-time", "loss", "timeline"]
@@ -317,26 +311,12 @@ def test_figures_for_papers(shared, tmp_path):
     assert "memory against tokens per second" in figures["pareto"].axes[0].get_title(loc="left")
 
 
-def test_what_is_no_sweep_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="is no sweep's folder"):
-        sweep_figures(tmp_path)
-
-
 def test_without_matplotlib_there_is_one_line(made, tmp_path, monkeypatch):
     made.write()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"needs matplotlib, which is not installed; pip install 'titanlab\[plots\]'"):
         write_report(made.folder, [], into=tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
-
-
-def test_an_older_report_is_replaced_whole(made, tmp_path):
-    made.write()
-    into = tmp_path / "report.html"
-    into.write_text("old")
-    write_report(made.folder, [], into=into)
-    assert into.read_text().endswith("</html>")
-    assert list(tmp_path.glob(".*")) == []
 
 
 @pytest.mark.full

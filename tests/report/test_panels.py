@@ -44,14 +44,6 @@ def test_memory_against_speed_is_described_in_words():
     assert [line[0] for line in shown(panel.values)] == ["a", "b", "c", "d", "e"]
 
 
-@pytest.mark.parametrize("oversubscribed", [True, False])
-def test_runs_that_took_turns_are_explained(oversubscribed):
-    facts = facts_of(run("a", oversubscribed=oversubscribed))
-    for name in ("pareto", "throughput"):
-        panel = section(facts, name)
-        assert ("more processes than cores, which took turns" in panel.caption) is oversubscribed
-
-
 @pytest.mark.parametrize(
     ("other", "caption", "described"),
     [
@@ -202,20 +194,6 @@ def test_the_parts_of_a_step_are_those_of_the_latest_window(made):
     assert split.columns == ["breakdown/forward(s)", "breakdown/exposed_shard(s)"]
 
 
-@pytest.mark.parametrize("value", [0, -1.0, "0.1", [0.1], {}])
-def test_a_window_without_a_part_that_took_time_is_none(made, value):
-    write_windows(done(made, "fsdp", shard=2), {"step(s)": 0.3, "forward(s)": value})
-    assert measured_splits(facts_in(made.folder)) == []
-
-
-def test_of_repeats_the_first_with_windows_counts(made):
-    done(made, "fsdp", shard=2)
-    write_windows(second := done(made, "fsdp", shard=2, repeat=1), {"forward(s)": 0.1})
-    write_windows(done(made, "fsdp", shard=2, repeat=2), {"forward(s)": 0.2})
-    (split,) = measured_splits(facts_in(made.folder))
-    assert (split.run, split.seconds) == (second.path.name, {"forward": 0.1})
-
-
 @pytest.mark.parametrize("text", ["{", "model: 3", "seed: x"])
 def test_a_recipe_that_cannot_be_read_has_neither(made, text):
     made_run = done(made, "pp", pipeline=2)
@@ -262,18 +240,6 @@ def test_a_pipeline_with_too_many_actions_is_left_out(made, monkeypatch):
     assert len(pipelines(facts_in(made.folder))[0]) == 1
 
 
-def test_without_figures_of_the_machine_a_backward_pass_takes_two_forward_passes(made, monkeypatch):
-    done(made, "pp", pipeline=2, microbatch=6)
-    facts = facts_in(made.folder)
-    (estimated,) = pipelines(facts)[0]
-    assert estimated.unit == "s, estimated"
-    monkeypatch.setattr(panels, "timeline_of", lambda recipe, machine: None)
-    (plain,) = pipelines(facts)[0]
-    assert plain.unit == ""
-    # Two microbatches through two stages: (2 + 1) forward and as many backward passes of twice the time.
-    assert (plain.timeline.duration, plain.timeline.bubble_share) == (9.0, pytest.approx(1 / 3))
-
-
 EVEN = [[10, 10, 10, 10], [10, 10, 10, 10]]
 SKEWED = [[40, 0, 0, 0], [5, 15, 10, 10]]
 
@@ -316,18 +282,7 @@ def test_the_newest_row_of_each_recipe_is_drawn_and_equal_ones_once(made):
 
 @pytest.mark.parametrize(
     "counts",
-    [
-        None,
-        3,
-        [],
-        [[]],
-        [[1, 2], [3]],
-        [[1, "x"]],
-        [[1, -1]],
-        [[float("inf"), 1]],
-        [[1e308, 1e308]],
-        [{"a": 1}],
-    ],
+    [None, 3, [], [[]], [[1, 2], [3]], [[1, "x"]], [[1, -1]], [[float("inf"), 1]], [[1e308, 1e308]], [{"a": 1}]],
 )
 def test_counts_that_no_run_writes_are_passed_over(made, counts):
     run = run_of(made, "fsdp", (4, counts), shard=2)

@@ -83,13 +83,6 @@ def test_recipes_are_rows_in_the_order_of_their_places():
     assert [line[0].run for line in table.rows] == ["fast0", "slow0", "oom", "single"]
 
 
-def test_recipes_within_noise_are_marked():
-    speeds = {"dp_s2": (1000.0, 1300.0, 800.0), "tp2": (990.0, 1290.0, 790.0)}
-    facts = facts_of(*(run(f"{name}{speed}", name, speed) for name, all_of in speeds.items() for speed in all_of))
-    (table,) = sections(facts)["throughput"].tables
-    assert [line[1] for line in cells(table)] == ["1 (within noise)", "2 (within noise)"]
-
-
 def test_oversubscribed_recipes_are_marked_and_the_mark_is_explained():
     facts = facts_of(run("a", oversubscribed=True), run("b", "tp2", 50.25))
     (table,) = sections(facts)["throughput"].tables
@@ -251,21 +244,13 @@ def test_a_parity_file_is_a_section_before_the_last(tmp_path):
     ("given", "column", "text"),
     [
         ({}, "verdict", "unknown"),
-        ({"passed": False}, "verdict", "FAIL"),
-        ({"passed": "yes"}, "verdict", "unknown"),
         ({"passed": 1}, "verdict", "unknown"),
         ({"loss": None}, "loss", ""),
         ({"loss": 1.234e-7}, "loss", "1.2e-07"),
         ({"gradient": [1e-6, "layers.0.wq"]}, "gradient", "1e-06 (layers.0.wq)"),
         ({"tolerance": {"loss": 1e-5, "parameter": 2}}, "tolerance", "loss 1e-05, parameter 2"),
-        ({"loss": "small"}, "loss", "small"),
-        ({"loss": True}, "loss", "True"),
         ({"loss": float("nan")}, "loss", "nan"),
-        ({"gradient": 0.5}, "gradient", "0.5"),
         ({"gradient": [1, 2, 3]}, "gradient", "[1, 2, 3]"),
-        ({"gradient": []}, "gradient", "[]"),
-        ({"tolerance": 1e-5}, "tolerance", "1e-05"),
-        ({"tolerance": {}}, "tolerance", ""),
         ({"tolerance": {"a": []}}, "tolerance", "a []"),
         ({"layout": None, "reason": None}, "layout", ""),
         ({"reason": 3}, "reason", "3"),
@@ -273,6 +258,76 @@ def test_a_parity_file_is_a_section_before_the_last(tmp_path):
 )
 def test_values_of_other_types_are_shown_as_they_are(tmp_path, given, column, text):
     assert row_of(written(tmp_path, {"run": "a", **given}))[column] == text
+
+
+def test_configs_are_those_of_the_latest_attempt(made):
+    begin(made.run("a"))
+    begin(made_run := made.run("b", seed=5, point={"seed": 5}))
+    end(made_run, "crash", metrics={})
+    begin(made_run, seed=7)
+    (table,) = sections(facts_in(made.folder))["configuration"].tables
+    assert table.rows[1][2].items == ["seed: 0 → 7"]
+
+
+def test_differences_are_short_and_without_secrets(made):
+    for name, seed in (("a", 0), ("b", 5)):
+        begin(made_run := made.run(name, seed=seed, point={"seed": seed}))
+        end(made_run, metrics={})
+    (path,) = (made_run.path / "attempts").rglob("config.yaml")
+    text = path.read_text().replace("init_from: null", f"init_from: {'x' * 201}")
+    path.write_text(text.replace("load_from: null", "load_from: api_key=abcdefgh12345678"))
+    (table,) = sections(facts_in(made.folder))["configuration"].tables
+    said = table.rows[1][2].more or "\n".join(table.rows[1][2].items)
+    assert f"init_from: null → {'x' * 200}…" in said
+    assert "load_from" in said
+    assert "abcdefgh12345678" not in said
+
+
+def provenance(folder):
+    """The table of sources, by what it tells."""
+    (table,) = sections(facts_in(folder))["provenance"].tables
+    return {line[0].text: line[1:] for line in table.rows}
+
+
+def test_runs_of_one_origin_are_together_and_the_most_frequent_first(made):
+    for place, code in enumerate(["one", "two", "two"]):
+        begin(made_run := made.run(f"r{place}", seed=place), code=code)
+        end(made_run, ended=2000.0 + place)
+    made.run("waits", seed=9)
+    found = provenance(made.folder)
+    assert [each.text for each in found["code"]] == ["two", "one"]
+    # Those of all its runs: the first to begin, the last to end.
+    assert (found["began"][0].text, found["ended"][0].text) == ("1970-01-01 00:16:40 UTC", "1970-01-01 00:33:22 UTC")
+    assert (found["runs"][0].text, found["runs"][1].text.partition("-")[0]) == ("2 runs", "r0")
+    assert [name.partition("-")[0] for name in found["runs"][0].more.splitlines()] == ["r1", "r2"]
+
+
+KNOWN = {
+    "code": {"version": "0.9", "fingerprint": "f" * 64, "git": {"sha": "a" * 40, "branch": "main", "dirty": True}},
+    "packages": {"torch": "2.11.0"},
+    "python": {"version": "3.12.1"},
+    "host": {"name": "n1", "cpu": "EPYC", "usable_cores": 64},
+    "launcher": "slurm",
+}
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        (
+            {"time": 1000.0, **KNOWN},
+            {"code": "f" * 12, "commit": "a" * 12 + " (main), with changes", "titanlab": "0.9", "torch": "2.11.0",
+             "Python": "3.12.1", "device": "cpu", "host": "n1 (EPYC, 64 cores)"},
+        ),
+        ({"time": 1e300, "host": {"name": "n1"}, "code": {"git": {"sha": 7, "dirty": "yes"}}}, {"host": "n1"}),
+        ({"time": 1.0, "code": "text", "host": ["a"], "packages": 3}, {"began": "1970-01-01 00:00:01 UTC"}),
+    ],
+)  # fmt: skip
+def test_an_origin_says_all_that_is_known(made, env, told):
+    begin(made_run := made.run("a"))
+    (made_run.path / "attempts/1/env.json").write_text(json.dumps(env))
+    found = provenance(made.folder)
+    assert {name: found[name][0].text for name in told} == told
 
 
 @pytest.mark.parametrize("count", [1, 4, 5])
@@ -288,16 +343,6 @@ def test_few_sources_are_columns_and_many_are_rows(made, count):
     else:
         assert list(table.headings)[:2] == ["code", "commit"]
         assert [line[0] for line in cells(table)] == [f"code{place}" for place in range(count)]
-
-
-def test_runs_of_one_source_are_a_number_with_their_names(made):
-    for place in range(2):
-        begin(made_run := made.run(f"r{place}", seed=place))
-        end(made_run)
-    (table,) = sections(facts_in(made.folder))["provenance"].tables
-    (cell,) = [line[1] for line in table.rows if line[0].text == "runs"]
-    assert cell.text == "2 runs"
-    assert cell.more.splitlines() == [run_folder.path.name for run_folder in made.folder.runs()]
 
 
 @pytest.mark.parametrize(
@@ -317,17 +362,13 @@ def test_the_origin_of_a_sweep_is_told_unless_it_is_the_command_line(made, origi
     [
         (None, "", False),
         (True, "yes", False),
-        (False, "no", False),
         (0, "0", True),
         (12345678, "12,345,678", True),
         (999.96, "1000", True),
         (1000.4, "1,000", True),
         (0.00001234, "0.00001234", True),
-        (1e-9, "1.000e-09", True),
         (-1234.5, "-1,234", True),
         (math.nan, "nan", True),
-        (-math.inf, "-inf", True),
-        ("", "", False),
         ("12", "12", False),
         ("<b>", "<b>", False),
         (["a", 1], "['a', 1]", False),
@@ -335,9 +376,3 @@ def test_the_origin_of_a_sweep_is_told_unless_it_is_the_command_line(made, origi
 )
 def test_a_plain_value_has_a_text(value, shown, is_number):
     assert cell(value) == Cell(text=shown, is_number=is_number)
-
-
-def test_long_texts_and_texts_of_parts_need_a_wide_column():
-    assert [Cell(text="x" * letters).is_long for letters in (40, 41)] == [False, True]
-    assert Cell(text="a", items=["a"]).is_long
-    assert cell(0.123456, digits=2).text == "0.12"

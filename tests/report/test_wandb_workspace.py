@@ -55,14 +55,3 @@ def test_panels_of_both():
     assert (both["workspace"]["project"], both["workspace"]["entity"]) == ("p", "e")
     (runs,) = both["workspace"]["spec"]["section"]["runSets"]
     assert [(rule["key"]["name"], rule["value"]) for rule in runs["filters"]["filters"]] == [("group", "layouts")]
-
-
-def test_project_and_memory_are_those_of_the_runs(monkeypatch):
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    assert (view().project, view().entity) == ("titanlab", "")
-    tracker = {"project": "ours", "entity": "us", "group": "mine"}
-    assert [getattr(view(tracker=tracker), name) for name in ("project", "entity", "sweep")] == ["ours", "us", "mine"]
-    assert view(tracker=tracker, project="given").project == "given"
-    rows = [{"accelerator": "cuda", "layout.tensor": 8}]
-    on_gpu = view_of("layouts", rows, tracker={}, project=None, entity=None)
-    assert (on_gpu.memory, on_gpu.axes[0]) == (meter.MEMORY_RESERVED, "pipeline")

@@ -9,17 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tests.reproduction.repositories import git, make_repository
-from titanlab.errors import ConfigError
 from titanlab.records import PATCH_LIMIT, RECORD, RunFolder, code_fingerprint
-from titanlab.sweep import (
-    RecordedCode,
-    config_differences,
-    differences,
-    pip_line,
-    recorded_code,
-    repository_of,
-    restore,
-)
+from titanlab.sweep import RecordedCode, pip_line, recorded_code, restore
 from titanlab.sweep.repro import wrong_path
 
 SHA, PRINT = "a1" * 20, "b2" * 32
@@ -49,21 +40,6 @@ def record(run, *, git=None, patch=None, **code):
         (run.attempt_folder(1) / "code.patch").write_bytes(patch.encode())
 
 
-def test_clean_code_has_a_commit_and_no_patch(run):
-    record(run, git={"sha": SHA, "branch": "main", "dirty": False}, patch="not looked at")
-    code = recorded_code(run, 1)
-    assert (code.sha, code.branch, code.fingerprint, code.version) == (SHA, "main", PRINT, "1.0")
-    assert (code.patch, code.problem, code.snapshot) == ("", None, None)
-    assert code.env["code"]["version"] == "1.0"
-
-
-@pytest.mark.parametrize("patch", [PATCH, PATCH.replace("\n", "\r\n")])
-def test_changed_code_has_its_patch_byte_for_byte(run, patch):
-    record(run, git={"sha": SHA, "dirty": True, "patch": True, "patch_complete": True}, patch=patch)
-    code = recorded_code(run, 1)
-    assert (code.patch, code.problem) == (patch, None)
-
-
 @pytest.mark.parametrize(
     ("git", "patch", "kept", "problem"),
     [
@@ -85,28 +61,6 @@ def test_a_patch_that_is_not_whole_says_why(run, git, patch, kept, problem):
     code = recorded_code(run, 1)
     assert code.patch == (patch if kept else "")
     assert code.problem.startswith(problem)
-
-
-@pytest.mark.parametrize("sha", ["--upload-pack=x", SHA[:-1], SHA + "\n", 5, None, [SHA]])
-def test_what_is_no_commit_is_not_taken(run, sha):
-    record(run, git={"sha": sha, "branch": 5}, fingerprint=sha)
-    code = recorded_code(run, 1)
-    assert (code.sha, code.branch, code.fingerprint) == (None, None, None)
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"code": 5}'])
-def test_a_run_without_a_record_is_refused(run, content):
-    if content is not None:
-        (run.attempt_folder(1) / "env.json").write_text(content)
-    with pytest.raises(
-        ConfigError, match=r"has recorded no code: it has no env\.json, or a damaged one; name a run that"
-    ):
-        recorded_code(run, 1)
-
-
-def test_without_attempts_the_run_s_own_record_is_read(run):
-    (run.path / "env.json").write_text(json.dumps({"code": {"version": "x" * 100}}))
-    assert recorded_code(run, 0).version == "x" * 40
 
 
 def test_the_snapshot_of_the_same_code_is_found(run):
@@ -160,43 +114,6 @@ def of(**sections):
     return {"packages": {"torch": "2.11.0", "numpy": "2.0"}, "python": {"version": "3.11.7"}, **sections}
 
 
-def test_equal_environments_do_not_differ():
-    assert differences(of(), of()) == []
-    assert differences({}, {}) == []
-    assert pip_line(of(), of()) is None
-
-
-def test_what_was_recorded_is_compared_and_what_is_new_is_not():
-    then = of(host={"name": "a", "cpu": "x", "other": 1}, platform={"system": "Linux"})
-    now = of(host={"name": "b", "cpu": "x", "memory_gib": 5}, devices={"count": 8})
-    assert differences(then, now) == [("platform.system", "Linux", "-"), ("host.name", "a", "b")]
-
-
-def test_packages_and_variables_differ_in_both_directions():
-    then = of(environment={"A": "1", "SLURM_JOB_ID": "5", "LOCAL_RANK": "0", "RANK": "1", "MASTER_PORT": "7"})
-    now = of(packages={"torch": "2.12.0", "wheel": "1"}, environment={"B": "2"})
-    assert differences(then, now) == [
-        ("numpy", "2.0", "-"),
-        ("torch", "2.11.0", "2.12.0"),
-        ("wheel", "-", "1"),
-        ("A", "1", "-"),
-        ("B", "-", "2"),
-    ]
-
-
-@pytest.mark.parametrize("section", [None, 5, "x", []])
-def test_a_damaged_section_is_empty(section):
-    broken = dict.fromkeys(("packages", "python", "environment", "host"), section)
-    assert differences(broken, broken) == []
-    assert pip_line(broken, of()) is None
-
-
-def test_texts_are_one_short_line():
-    long = "x" * 100
-    found = differences({"environment": {"n" * 100: f"a\n  b\t{long}"}}, {})
-    assert found == [("n" * 60, f"a b {long}"[:59] + "…", "-")]
-
-
 def test_the_command_installs_what_differs():
     then = of(packages={"torch": "2.11.0+cu128", "numpy": "2.0", "a-b_c.d": "1!2.0.post1"})
     now = of(packages={"numpy": "2.0", "torch": "2.12.0"})
@@ -205,37 +122,10 @@ def test_the_command_installs_what_differs():
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [
-        ("--index-url", "1"),
-        ("", "1"),
-        ("a", "1; rm -r"),
-        ("a", "$(x)"),
-        ("a", None),
-        ("a", "1\n"),
-        ("a" * 101, "1"),
-    ],
+    [("--index-url", "1"), ("", "1"), ("a", "1; rm -r"), ("a", "$(x)"), ("a", None), ("a", "1\n"), ("a" * 101, "1")],
 )
 def test_what_a_shell_or_pip_could_take_for_more_is_left_out(name, version):
     assert pip_line({"packages": {name: version}}, {}) is None
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "expected"),
-    [
-        ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, [("a.c", "2", "3")]),
-        ({"a": None}, {"b": False}, [("a", "null", "–"), ("b", "–", "false")]),
-        # An empty mapping is a value; a number and its text are written alike.
-        ({"a": {}, "c": 1}, {"a": {"b": 1}, "c": "1"}, [("a", "{}", "–"), ("a.b", "–", "1")]),
-        # The place of a run does not count.
-        (
-            {"runs": "a", "name": "n", "data": {"name": "x"}},
-            {"runs": "b", "data": {"name": "y"}},
-            [("data.name", "x", "y")],
-        ),
-    ],
-)
-def test_values_of_configs_that_differ_are_named_by_their_keys(then, now, expected):
-    assert config_differences(then, now) == expected
 
 
 NONE = RecordedCode(
@@ -281,24 +171,3 @@ def test_of_a_snapshot_only_plain_files_of_code_are_copied(snapshot, tmp_path):
     files = [path.relative_to(tmp_path / "into") for path in (tmp_path / "into").rglob("*") if not path.is_dir()]
     assert sorted(map(str, files)) == ["conf.yaml", "titanlab/code.py"]
     assert restored.is_same is True
-
-
-def test_without_a_repository_a_commit_cannot_be_looked_up(recorded, tmp_path):
-    with pytest.raises(ConfigError, match="there is no git repository here .*; no patch; and no snapshot is kept"):
-        restore(replace(recorded, problem="no patch"), None, tmp_path / "into", run="a-1")
-
-
-def test_a_folder_that_git_does_not_take_is_one_line(repository, recorded, tmp_path):
-    (tmp_path / "into").mkdir()
-    (tmp_path / "into" / "file").write_text("mine")
-    with pytest.raises(ConfigError) as caught:
-        restore(recorded, repository, tmp_path / "into", run="a-1")
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"--into={tmp_path}/into: git worktree add says: ")
-    assert (tmp_path / "into" / "file").read_text() == "mine"
-
-
-def test_the_repository_of_a_folder(repository, tmp_path):
-    assert repository_of(repository / "titanlab") == repository
-    assert repository_of(tmp_path) is None
-    assert repository_of(tmp_path / "missing") is None

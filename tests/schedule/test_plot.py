@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from tests.schedule.conftest import Schedule, orders
 from titanlab.errors import ConfigError
 from titanlab.techniques.schedule.action import Kind, simulate
-from titanlab.techniques.schedule.plot import LIMIT, draw, draw_legend, draw_panel, figure_size, rows
+from titanlab.techniques.schedule.plot import LIMIT, draw, draw_legend, draw_panel, rows
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -44,12 +43,6 @@ def test_a_row_for_each_rank_and_a_legend():
         "",
         "F forward, B backward",
     ]
-
-
-def test_the_numbers_of_many_ranks_are_in_one_column():
-    lines = rows(timeline_of("gpipe", 11, 1), width=None, coloured=False)
-    assert [line[:8] for line in lines[:11:10]] == ["rank 0  ", "rank 10 "]
-    assert {len(line) for line in lines[:11]} == {8 + 2 * 33}
 
 
 def test_a_long_timeline_is_wrapped_into_blocks():
@@ -111,53 +104,6 @@ def test_an_action_is_a_box_from_its_begin_to_its_end_in_its_ranks_row():
     assert [text.get_position() for text in axis.texts] == [(0.5, 0), (5, 0), (1.5, 1), (3, 1)]
     assert (axis.get_xlim(), axis.get_ylim()) == ((0, 6), (1.5, -0.5))
     assert axis.get_title(loc="left") == "a title"
-
-
-def test_a_row_says_how_much_its_rank_keeps():
-    axis, _ = panel(timeline_of("1f1b", 3, 8))
-    assert [label.get_text() for label in axis.get_yticklabels()] == [
-        *["rank 0 (keeps 3)", "rank 1 (keeps 2)", "rank 2 (keeps 1)"]
-    ]
-
-
-def test_all_panels_have_the_same_scale():
-    axis, boxes = panel(simulate(orders("0F0 0B0"), [0]), longest=20.0)
-    assert axis.get_xlim() == (0, 20)
-    # Only the timeline itself is idle or busy.
-    assert [corners(box) for box in boxes] == [(0, -0.4, 3, 0.8)]
-
-
-def test_a_ranks_later_stages_are_darker():
-    axis, boxes = panel(simulate(orders("0F0 1F0 2F0 2B0 1B0 0B0"), [0, 0, 0]))
-    colours = [to_hex(box.get_facecolor()) for box in axis.patches if box not in boxes]
-    assert [colours[place] for place in (0, 2, 3, 5)] == ["#a9cdee", "#4a90d0", "#57a84f", "#b5dfae"]
-    assert len(set(colours)) == 6
-
-
-def test_in_narrow_cells_is_the_microbatch_alone_and_in_narrower_ones_nothing():
-    timeline = timeline_of("gpipe", 1, 12)
-
-    def texts(width):
-        return [text.get_text() for text in panel(timeline, width=width)[0].texts]
-
-    assert texts(20.0)[:2] + texts(20.0)[-2:] == ["F0", "F1", "B10", "B11"]
-    # The forward passes have half the room of the backward passes.
-    assert texts(1.6 + 36 * 0.1)[:2] + texts(1.6 + 36 * 0.1)[-2:] == ["0", "1", "B10", "B11"]
-    assert texts(1.6 + 36 * 0.05) == [str(number) for number in range(12)]
-    assert texts(1.7) == []
-
-
-@pytest.mark.parametrize(
-    ("timelines", "size"),
-    [
-        ([("1f1b", 2, 3)], (8.0, 2 * 0.34 + 0.75 + 0.7)),
-        ([("1f1b", 4, 64)], (1.6 + 0.24 * 201, 4 * 0.34 + 0.75 + 0.7)),
-        ([("1f1b", 2, 3), ("gpipe", 4, 2)], (8.0, 6 * 0.34 + 2 * 0.75 + 0.7)),
-    ],
-)
-def test_a_figure_grows_with_its_rows_and_its_time(timelines, size):
-    width, height = figure_size([timeline_of(*given) for given in timelines])
-    assert (width, height) == (pytest.approx(min(40.0, size[0])), pytest.approx(size[1]))
 
 
 def test_the_legend_explains_what_is_there():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import threading
 import time
@@ -14,17 +13,8 @@ from tests import tiny
 from tests.checkpoint.test_folders import made as saved
 from tests.sweep.conftest import quiet
 from tests.sweep.made import Made, begin, end
-from titanlab.records import RECORD, Status
 from titanlab.sweep import Refused, Removable, Survey, cached, clean, remove_item
-from titanlab.sweep.clean import (
-    YOUNG_SECONDS,
-    is_old,
-    is_within,
-    item,
-    removable,
-    size_of_tree,
-    starting_points,
-)
+from titanlab.sweep.clean import YOUNG_SECONDS, is_within, item, removable, starting_points
 
 
 def test_paths_outside_the_root_are_refused(tmp_path):
@@ -57,62 +47,16 @@ def test_a_run_that_begins_meanwhile_is_left_alone(tmp_path):
     def work():
         with run.claim():
             ready.set()
-            done.wait(10)
+            done.wait(60)
 
     thread = threading.Thread(target=work)
     thread.start()
-    ready.wait(10)
+    assert ready.wait(60)
     with pytest.raises(Refused, match="is in the hands of"):
         remove_item(found)
     done.set()
     thread.join()
     assert checkpoint.is_dir()
-
-
-def test_the_size_is_that_of_files_and_links_count_nothing(tmp_path):
-    folder = tmp_path / "a"
-    (folder / "b" / "c").mkdir(parents=True)
-    (folder / "one").write_bytes(bytes(10))
-    (folder / "b" / "c" / "two").write_bytes(bytes(7))
-    (tmp_path / "large").write_bytes(bytes(1000))
-    (folder / "link").symlink_to(tmp_path / "large")
-    (folder / "b" / "up").symlink_to(folder, target_is_directory=True)
-    assert size_of_tree(folder) == 17
-    assert size_of_tree(folder / "one") == 10
-    assert size_of_tree(folder / "link") == 0
-    assert size_of_tree(tmp_path / "gone") == 0
-    (tmp_path / "empty").mkdir()
-    assert size_of_tree(tmp_path / "empty") == 0
-
-
-def test_what_cannot_be_looked_at_has_no_size(tmp_path, monkeypatch):
-    """A user of a shared folder of runs may not look into folders of others."""
-
-    def refuse(path, *args, **named):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "lstat", refuse)
-        patched.setattr(os, "stat", refuse)
-        size = size_of_tree(tmp_path / "of others")
-    assert size == 0
-
-
-def touch(path, seconds):
-    then = time.time() - seconds
-    os.utime(path, (then, then), follow_symlinks=False)
-
-
-def test_what_was_not_written_to_for_an_hour_is_old(tmp_path):
-    folder = tmp_path / "a"
-    folder.mkdir()
-    (folder / "inner").write_text("")
-    touch(folder / "inner", 2 * YOUNG_SECONDS)
-    touch(folder, 2 * YOUNG_SECONDS)
-    assert is_old(folder)
-    touch(folder / "inner", 0)
-    assert not is_old(folder)
-    assert not is_old(tmp_path / "gone")
 
 
 def test_a_folder_is_removed_with_its_links_and_not_what_they_lead_to(tmp_path):
@@ -145,41 +89,8 @@ def run(tmp_path):
     return made
 
 
-def rules(run, **given):
-    path = run.path / "config.yaml"
-    text = path.read_text()
-    for key, value in given.items():
-        before = {"keep": "keep: 2", "keep_every": "keep_every: 0"}[key]
-        assert before in text
-        text = text.replace(before, f"{key}: {value}")
-    path.write_text(text)
-
-
 def goes(run, *, keep=None):
     return [row.step for row in removable(run, run.checkpoints, keep=keep, verifies=False)]
-
-
-@pytest.mark.parametrize(
-    ("given", "kind", "gone"),
-    [
-        ({"keep": 1}, None, [2, 4, 6]),
-        # Zero: all of them.
-        ({"keep": 0}, "done", []),
-        ({"keep_every": 4}, None, [2]),
-        ({"keep": 1, "keep_every": 100}, None, [2, 4, 6]),
-        # No number of a recipe.
-        ({"keep": "x"}, None, []),
-        ({"keep_every": "yes"}, None, [2, 4]),
-        # Of a run that is done, one stays.
-        ({}, "done", [2, 4, 6]),
-        ({}, "preempted", [2, 4]),
-    ],
-)
-def test_rules_of_the_recipe(run, given, kind, gone):
-    rules(run, **given)
-    if kind is not None:
-        end(run, kind)
-    assert goes(run) == gone
 
 
 def test_what_a_run_can_go_on_from_stays(run):
@@ -190,17 +101,6 @@ def test_what_a_run_can_go_on_from_stays(run):
     for step in (2, 4, 6, 8):
         (run.checkpoints / f"step-0000000{step}" / "position.json").write_text("{")
     assert goes(run, keep=1) == []
-
-
-def survey(made, **given):
-    """What is found in a sweep, as kinds with paths below the folder of runs."""
-    found = Survey(root=made.folder.path.parent, **given)
-    found.look([made.folder], None, quiet)
-    return found
-
-
-def found_by_kind(found):
-    return [(item.kind, str(item.path.relative_to(found.root))) for item in found.items]
 
 
 def aged(path):
@@ -226,46 +126,6 @@ def config(run, before, after):
     text = path.read_text()
     assert before in text
     path.write_text(text.replace(before, after, 1))
-
-
-@pytest.mark.parametrize("age", [0.0, 800.0, 1000.0])
-def test_a_run_that_has_written_its_status_lately_may_work_on_another_host(made, age):
-    run = with_checkpoints(made)
-    status = Status(state="running", step=6, steps=10, attempt=1, metrics={}, updated=time.time() - age)
-    run.write_status(status)
-    path = run.path / "status.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "updated": time.time() - age}))
-    found = survey(made)
-    assert (found.busy, len(found.items)) == (([f"layouts/{run.path.name}"], 0) if age < 900 else ([], 2))
-
-
-def test_links_are_noted_and_not_followed(made, tmp_path):
-    run = with_checkpoints(made)
-    outside = tmp_path / "outside"
-    run.path.rename(outside)
-    run.path.symlink_to(outside)
-    found = Survey(root=made.folder.path.parent)
-    found.look([made.folder], run, quiet)
-    assert found_by_kind(found) == []
-    assert found.notes == [f"layouts/{run.path.name} is a link, and is left alone"]
-
-
-@pytest.mark.parametrize("key", ["load_from", "init_from"])
-@pytest.mark.parametrize(
-    ("which", "left"),
-    [
-        ("checkpoints/step-00000002", {"step-00000004"}),
-        # A name with which another one only begins.
-        ("checkpoints/step-0000000", {"step-00000002", "step-00000004"}),
-        ("checkpoints/", set()),
-        ("", set()),
-    ],
-)
-def test_what_another_run_starts_from_stays(made, key, which, left):
-    run = with_checkpoints(made)
-    child = made.run("child", seed=1)
-    config(child, f"{key}: null", f"{key}: {run.path}/{which}")
-    assert {item.path.name for item in survey(made).items} == left
 
 
 @pytest.mark.parametrize("text", ["null-hypothesis/a", "~nobody99/x"])
@@ -299,82 +159,6 @@ def test_a_damaged_config_hides_no_start_of_others(made, text, tmp_path):
         text = text.replace("/a/ring", str(tmp_path / "ring")) if isinstance(text, str) else text
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert starting_points(made.folder.path.parent) == {"/good"}
-
-
-@pytest.mark.parametrize("section", ["checkpoint: [1]", "checkpoint: text"])
-def test_a_run_whose_section_is_damaged_is_noted_and_hides_no_other(made, section):
-    good, bad = with_checkpoints(made, "good"), with_checkpoints(made, "bad", seed=1)
-    path = bad.path / "config.yaml"
-    text = path.read_text()
-    begins = text.index("\ncheckpoint:") + 1
-    lines = text[begins:].splitlines(keepends=True)
-    rest = next(place for place, line in enumerate(lines[1:], 1) if not line.startswith(" "))
-    path.write_text(f"{text[:begins]}{section}\n{''.join(lines[rest:])}")
-    found = survey(made)
-    assert {item.run.path.name for item in found.items} == {good.path.name}
-    (note,) = found.notes
-    assert note.startswith(f"layouts/{bad.path.name} is left alone: ")
-
-
-def superseded(made, run):
-    folder = made.folder.superseded / "a-0123abcd-1"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    run.path.rename(folder)
-    return folder
-
-
-def test_superseded_runs_lose_their_bulk_unless_a_run_starts_from_it(made):
-    run = with_checkpoints(made)
-    (run.path / "traces").mkdir(exist_ok=True)
-    folder = superseded(made, run)
-    assert found_by_kind(survey(made)) == [
-        ("superseded", str(folder.relative_to(made.folder.path.parent) / "checkpoints"))
-    ]
-    config(made.run("child", seed=1), "init_from: null", f"init_from: {folder / 'checkpoints' / 'step-00000002'}")
-    assert found_by_kind(survey(made)) == []
-
-
-def snapshot(made, name="c0de", fingerprint="f1"):
-    folder = made.folder.code / name
-    folder.mkdir(parents=True)
-    (folder / RECORD).write_text(json.dumps({"fingerprint": fingerprint}))
-    return aged(folder)
-
-
-def code_of(run, code):
-    path = run.path / "env.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "code": code}))
-
-
-@pytest.mark.parametrize(
-    ("code", "goes"),
-    [
-        ({"fingerprint": "f1", "git": {"sha": "1", "patch_complete": True}}, True),
-        ({"fingerprint": "f1", "git": {"sha": "1", "patch_complete": False}}, False),
-        ({"fingerprint": "f1", "git": None}, False),
-        ({"fingerprint": ["f1"]}, True),
-    ],
-)
-def test_the_only_copy_of_a_runs_code_stays(made, code, goes):
-    run = made.run("a")
-    begin(run)
-    end(run)
-    code_of(run, code)
-    snapshot(made)
-    assert [item.kind for item in survey(made).items] == ["code"] * goes
-
-
-@pytest.mark.parametrize("kind", ["preempted", None])
-def test_code_of_a_run_that_goes_on_by_itself_stays(made, kind):
-    run = made.run("a")
-    begin(run)
-    code_of(run, {})
-    made.submit(run, launcher="local", created=1500.0)
-    if kind is not None:
-        end(run, kind)
-    snapshot(made, name="abc")
-    snapshot(made, name="other", fingerprint="f2")
-    assert [item.path.name for item in survey(made).items] == ["other"]
 
 
 def test_a_sweep_whose_plan_is_damaged_is_left_alone_and_the_others_are_not(made, tmp_path, monkeypatch):
@@ -412,21 +196,6 @@ def put(file, size):
 
 def found():
     return [(item.kind, item.path.name, item.bytes) for item in cached()]
-
-
-def test_prepared_data_and_compiled_code_of_both_places(root, tmp_path):
-    put(root / "fingerprints" / "f.json", 7)
-    put(tmp_path / "own" / "inductor" / "aa" / "x.so", 5)
-    put(root / "inductor" / "y.so", 3)
-    put(root / "mine" / "thesis.txt", 9)
-    assert found() == [
-        ("data-cache", "files-abc", 1000),
-        ("data-cache", "f.json", 7),
-        ("compile-cache", "inductor", 5),
-        ("compile-cache", "inductor", 3),
-    ]
-    # The parent, and nothing outside of it, is where the removal may take place.
-    assert {item.root for item in cached()} == {root, tmp_path / "own"}
 
 
 def test_what_a_killed_process_has_left_counts_after_an_hour(root):

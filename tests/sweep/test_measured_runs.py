@@ -44,10 +44,7 @@ def test_repeats_are_one_row_with_their_medians(made):
     done(made, "a", 0.3, metrics=summary(0.3, **{RESIDENT: 0.5, OF_ALL: 2.0}), shard=2, repeat=2)
     done(made, "b", 0.7)
     found = read(made)
-    assert [(row.name, row.step_seconds) for row in found.rows] == [
-        (first.path.name, 0.3),
-        (found.rows[1].name, 0.7),
-    ]
+    assert [(row.name, row.step_seconds) for row in found.rows] == [(first.path.name, 0.3), (found.rows[1].name, 0.7)]
     # Where ranks were compared, the largest of them; the table's figure is that of rank 0.
     assert [row.memory_bytes for row in found.rows] == [2.0 * 2**30, 0.75 * 2**30]
     assert (found.runs, found.left_out, found.stale) == (4, [], 0)

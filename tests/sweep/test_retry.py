@@ -17,12 +17,12 @@ from titanlab.errors import ConfigError
 from titanlab.launch.launchers_schema import Local, Slurm
 from titanlab.launch.local import LocalLauncher
 from titanlab.launch.slurm.launcher import SlurmLauncher
-from titanlab.recipe import from_mapping, to_mapping
+from titanlab.recipe import from_mapping
 from titanlab.records import Outcome, OutcomeKind
 from titanlab.sweep import FAILED, cancel, checked, resubmit, submitted_with
 from titanlab.sweep import submit as module
 from titanlab.sweep.reconcile import reconcile
-from titanlab.sweep.retry import item_of, retry
+from titanlab.sweep.retry import retry
 from titanlab.sweep.submit import submit
 
 
@@ -155,30 +155,6 @@ def test_a_run_whose_config_was_edited_is_not_submitted_again(slurm, sweep):
     assert submitted(slurm) == [5]
 
 
-MISTAKES = [
-    ({}, "arguments=: say nothing of which runs; try --outcome hang,node_fail, --all-failed or --stale, or name"),
-    ({"outcomes": ["done"]}, "--outcome=done: is done"),
-    ({"names": ["nobody"]}, "run=nobody: fits no run of sweep layouts; try "),
-    (
-        {"outcomes": ["oom"], "overrides": ["precision=bf16"]},
-        "precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node",
-    ),
-    ({"outcomes": ["oom"], "overrides": ["launch.kind=local"]}, "launch.kind=local: would be another launcher"),
-    (
-        {"outcomes": ["oom"], "overrides": ["launch.partition=fast"]},
-        "launch.partition=fast: Slurm knows no such part",
-    ),
-    ({"outcomes": ["oom"], "overrides": ["launch.minutes=soon"]}, "launch.minutes=soon: "),
-]
-
-
-def test_mistakes(slurm, sweep):
-    for asked, told in MISTAKES:
-        with pytest.raises(ConfigError, match=re.escape(told)):
-            retry(sweep, quiet, **asked)
-    assert submitted(slurm) == [5]
-
-
 def test_a_scheduler_that_does_not_answer_is_told_by_every_verb(slurm, sweep, capsys):
     slurm.set(silent=True)
     lines = []
@@ -303,20 +279,6 @@ def test_jobs_of_this_host_are_started(slurm, sweep, hung, monkeypatch):
     submission = resubmit(run, replace(recipe, launch=Local()), quiet)
     assert (submission.launcher, list(slurm.jobs())) == ("local", [101])
     assert woken == [sweep.path]
-
-
-def test_a_run_that_was_never_submitted_has_no_settings(tmp_path):
-    assert submitted_with(tiny.begin(tiny.recipe(tmp_path))) is None
-
-
-def test_a_job_replaces_what_the_recipe_has_now(hung):
-    run, recipe = hung
-    assert item_of(run, checked(recipe)).changes == {}
-    smaller = checked(replace(recipe, training=replace(recipe.training, log_every=7), launch=Slurm(minutes=5)))
-    item = item_of(run, smaller)
-    assert (item.run, item.shape.processes, item.shape.minutes) == (run.path.name, 1, 5)
-    # The launcher is the submission's, and no change of the recipe.
-    assert item.changes == {"training": to_mapping(smaller)["training"]}
 
 
 @pytest.mark.parametrize("launch", [Local(), SLURM], ids=["local", "slurm"])

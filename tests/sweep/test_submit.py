@@ -92,21 +92,6 @@ def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp
     assert shlex.split(command)[-2:] == [str(submitted.folder.path), submission.token]
     assert list(submission.runs) == [each.run_name for each in submitted.decisions]
     assert not list((submitted.folder.path / "jobs").glob("*.pkl"))
-    # The image may lack Slurm's commands: the shell of the batch file asks in its place.
-    assert f'export TITANLAB_SCONTROL={submitted.folder.path / "jobs"}/."$SLURM_JOB_ID"' in lines
-
-
-@pytest.mark.parametrize(
-    ("launch", "asks"),
-    [
-        ({}, False),
-        ({"srun_arguments": ["--container-image=x"]}, True),
-    ],
-)
-def test_only_a_job_in_a_container_asks_scontrol_by_its_batch_file(slurm, tmp_path, launch, asks):
-    submit(study(tmp_path / "runs", seeds(1), launch=Slurm(**launch)), quiet)
-    (job,) = slurm.jobs().values()
-    assert ("TITANLAB_SCONTROL" in job["script"]) == asks
 
 
 def test_submitting_twice_submits_nothing_the_second_time(slurm, tmp_path):
@@ -204,26 +189,6 @@ def test_points_and_manifest(slurm, tmp_path):
     # A point that the file no longer has keeps its row as long as it has a run.
     submit(study(tmp_path / "runs", seeds(3)[1:], launch=SLURM), quiet)
     assert [row["point"]["seed"] for row in folder.points()] == [1, 2, 0]
-
-
-@pytest.mark.parametrize(
-    ("points", "launch", "told"),
-    [
-        ([{"shard": 24}], SLURM, "world=24: is more than the cluster's 4 nodes of 4; try world=16"),
-        (
-            [{"shard": 13, "global_batch": 13}],
-            SLURM,
-            "world=13: does not fill nodes of 4 evenly, of which the cluster has 4; try world=12",
-        ),
-        ([{"shard": 2}], Slurm(partition="fast"), "launch.partition=fast: Slurm knows no such partition"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_is_made(slurm, tmp_path, points, launch, told):
-    wanted = study(tmp_path / "runs", points, launch=launch, **{"global_batch": 48, **points[0]})
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        submit(wanted, quiet)
-    assert not (tmp_path / "runs").exists()
-    assert slurm.jobs() == {}
 
 
 def test_slurm_that_does_not_answer_is_told_before_anything_is_made(slurm, tmp_path):
@@ -406,20 +371,8 @@ def test_jobs_of_two_shapes_take_turns_on_this_host(tmp_path, monkeypatch):
     marked = [(point["run"].rpartition("-")[0], point.get("control", False)) for point in folder.points()]
     assert [name for name, is_control in marked if is_control] == ["control-1000", "control-1001", "control-1002"]
     # The plan keeps the order of the space.
-    assert [name for name, is_control in marked if not is_control] == [
-        "dp_s1-r0",
-        "dp_s1-r1",
-        "dp_s2-r0",
-        "dp_s2-r1",
-    ]
+    assert [name for name, is_control in marked if not is_control] == ["dp_s1-r0", "dp_s1-r1", "dp_s2-r0", "dp_s2-r1"]
     assert all("CPUs were not measured" in point["estimate"]["note"] for point in folder.points())
-
-
-def test_the_tasks_of_an_array_are_in_that_order(slurm, tmp_path):
-    points = [{"seed": 0}, {"seed": 1}]
-    folder = submit(repeated(study(tmp_path / "runs", points, launch=SLURM), repeats=2, controls=False), quiet).folder
-    (array,) = folder.submissions()
-    assert [run.rpartition("-")[0] for run in array.runs] == ["seed0-r0", "seed1-r0", "seed1-r1", "seed0-r1"]
 
 
 def test_a_later_batch_comes_after_an_earlier_one(tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
@@ -14,7 +13,7 @@ from titanlab.launch import JobShape, Submission, drop_submission, write_submiss
 from titanlab.launch.submission import claim_sweep
 from titanlab.recipe import to_mapping
 from titanlab.records import RunFolder, create_run
-from titanlab.sweep import SweepFolder, find_run_or_sweep, open_sweep
+from titanlab.sweep import SweepFolder
 from titanlab.sweep.submit import standing, supersede
 from titanlab.sweep.sweep_folder import jobs_of
 
@@ -69,48 +68,6 @@ def test_a_job_from_before_a_run_was_made_anew_is_not_its_job(folder):
     del told["created"]
     identity.write_text(json.dumps(told))
     assert job_of(folder, other.path.name) == (before, 1)
-
-
-def test_runs_are_named_by_folder_label_or_hash(folder):
-    runs = folder.runs()
-    assert len(runs) == 3
-    assert folder.find([]) == runs
-    assert folder.find([runs[0].path.name]) == [runs[0]]
-    assert folder.find([str(runs[0].path)]) == [runs[0]]
-    assert folder.find([runs[1].name, runs[1].hash8]) == [runs[1]]
-    with pytest.raises(ConfigError, match=r"run=seed9: fits no run of sweep layouts; try "):
-        folder.find(["seed9"])
-
-
-def test_a_sweep_is_named_by_its_name_or_path(folder, tmp_path):
-    assert open_sweep("layouts", tmp_path / "runs") == folder
-    assert open_sweep(str(folder.path)) == folder
-    with pytest.raises(ConfigError, match=re.escape("sweep=layout: is no sweep under") + ".*try layouts"):
-        open_sweep("layout", tmp_path / "runs")
-    with pytest.raises(ConfigError, match="submit one first"):
-        open_sweep("layouts", tmp_path / "nowhere")
-
-
-def test_a_name_is_a_run_s_or_else_a_sweep_s(folder, tmp_path):
-    runs = tmp_path / "runs"
-    run = folder.runs()[0]
-    assert find_run_or_sweep(run.path.name, runs) == run
-    assert find_run_or_sweep("layouts", runs) == folder
-    with pytest.raises(ConfigError, match=r"^name=nothing: is no run and no sweep under .*; try layouts/"):
-        find_run_or_sweep("nothing", runs, key="name")
-    # Its files are damaged: the error says so, and not that there is no such run.
-    (run.path / "config.yaml").write_text("[")
-    (run.path / "status.json").write_text("{")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        find_run_or_sweep(run.path.name, runs)
-
-
-def test_manifest_and_points(folder):
-    assert folder.manifest() == {}
-    assert folder.points() == []
-    folder.write_manifest({"name": "layouts"}, [{"point": {"lr": float("inf")}, "run": None}])
-    assert folder.manifest() == {"schema": 1, "name": "layouts"}
-    assert folder.points() == [{"point": {"lr": None}, "run": None}]
 
 
 def test_one_process_at_a_time_submits(folder):

@@ -9,7 +9,6 @@ import pytest
 
 from tests.until import until
 from titanlab.system import Console, Progress, error_line
-from titanlab.system.progress import plain_line
 
 TERMINAL = {"TERM": "xterm-256color"}
 ROWS = [("model", "llama [debug]"), ("parameters", "5,769,472"), ("folder", "runs/single/toy-abcd1111")]
@@ -146,29 +145,6 @@ def test_a_pipe_hears_of_a_phase_only_if_it_lasts():
     assert out.getvalue() == "rendezvous of 8 ranks … 31 s\n"
 
 
-def test_in_a_pipe_too_a_line_of_progress_ends_the_phase():
-    out, clock = io.StringIO(), Clock()
-    with Console(out, environ=TERMINAL, clock=clock) as console:
-        console.phase("step 1")
-        console.log(at(1))
-        clock.now += 100
-        time.sleep(0.6)
-    assert out.getvalue().splitlines() == [plain_line(at(1))]
-
-
-def test_a_terminal_that_gets_narrower_has_no_line_that_wraps(monkeypatch):
-    out, width = Terminal(), [80]
-    monkeypatch.setattr("titanlab.system.terminal.columns_of", lambda stream: width[0])
-    # xterm does not wrap again what it has shown.
-    console = Console(out, environ={**TERMINAL, "XTERM_VERSION": "XTerm(379)"}, clock=Clock())
-    console.phase("x" * 200)
-    for columns in (80, 40, 20, 160):
-        width[0] = columns
-        console.log(at(10))
-        assert max(map(len, screen(out.getvalue())[-2:])) < columns
-    console.close()
-
-
 def test_a_line_that_a_narrower_terminal_has_wrapped_is_removed_whole(monkeypatch):
     out, width = Terminal(), [80]
     monkeypatch.setattr("titanlab.system.terminal.columns_of", lambda stream: width[0])
@@ -275,13 +251,6 @@ def test_a_terminal_that_knows_ascii_only():
     assert "8 x 512 ?" in text
     assert "[======" in text
     assert "50/100" in text
-
-
-def test_a_log_file_that_is_a_link_is_not_followed(tmp_path):
-    (tmp_path / "log").symlink_to("other")
-    with pytest.raises(OSError, match="symbolic link"):
-        Console(io.StringIO(), errors=io.StringIO(), log_file=tmp_path / "log")
-    assert not (tmp_path / "other").exists()
 
 
 def test_the_log_file_has_the_plain_lines_with_their_time(tmp_path):

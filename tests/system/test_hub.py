@@ -47,7 +47,7 @@ def test_without_a_network_it_is_said_at_once(arguments, nobody, monkeypatch, tm
     start = time.monotonic()
     assert main(arguments) == 2
     # Half a minute before; what is left is the import of the libraries.
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 25
     (line,) = capsys.readouterr().err.splitlines()
     assert f"owner/name: the hub cannot be reached: {nobody.removeprefix('http://')} does not answer" in line
     assert [each.name for each in tmp_path.iterdir() if each.name not in ("cache", "hf")] == []
@@ -120,15 +120,15 @@ def test_a_hub_that_is_not_to_be_reached_through_the_proxy(monkeypatch, nobody):
 
 
 def test_what_never_answers_is_waited_for_no_longer_than_asked(monkeypatch):
-    def never(address, timeout):
-        time.sleep(timeout + 1)
+    def never(address, timeout, source=None):
+        time.sleep(timeout + 20)
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", never)
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.2")
     start = time.monotonic()
     assert hub.silence() is not None
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15
 
 
 def test_a_refused_connection_is_not_waited_for(monkeypatch, nobody):
@@ -136,7 +136,7 @@ def test_a_refused_connection_is_not_waited_for(monkeypatch, nobody):
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "60")
     start = time.monotonic()
     assert hub.silence() == 60
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_a_cache_only_library_is_named(monkeypatch):

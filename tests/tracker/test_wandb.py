@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.until import until
+from titanlab.system import process_state
 from titanlab.techniques.tracker import wandb as writer
 from titanlab.techniques.tracker.contract import FINISHED, OPEN, TrackedRun, open_tracker, read_record
 from titanlab.techniques.tracker.trackers_schema import Jsonl, Wandb
@@ -177,7 +178,7 @@ def test_one_that_hangs_costs_a_warning_and_the_finish_seconds(told, open_fake):
         tracker.log(step, {"loss": 1.0})
     start = time.monotonic()
     tracker.finish({})
-    assert 0.4 < time.monotonic() - start < 10
+    assert 0.4 < time.monotonic() - start < 60
     assert len(told) == 1
     assert told[0].startswith("wandb: took longer than 0.5 s to finish; metrics.jsonl has everything")
     assert process.returncode == -signal.SIGKILL
@@ -201,10 +202,11 @@ def test_one_that_takes_no_rows_fills_a_bounded_queue_and_counts_what_is_left_ou
     tracker = open_fake(queue_rows=50)
     pid = tracker._process.pid
     os.kill(pid, signal.SIGSTOP)
+    until(lambda: process_state(pid) == "T")
     start = time.monotonic()
     for step in range(1000):
         tracker.log(step, {"text": "x" * 1000})
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     assert told == ["wandb: cannot keep up, so rows are left out of it; metrics.jsonl has them all"]
     os.kill(pid, signal.SIGCONT)
     tracker.finish({"loss": 1.0})
@@ -383,7 +385,7 @@ def test_a_writer_whose_run_was_killed_closes_the_run_as_failed(run, tmp_path, m
     (tmp_path / "fake" / "wandb.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "fake"), os.getcwd()]))
     command = [sys.executable, "-c", DIES, str(run.folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
     assert done.returncode == -signal.SIGKILL, done.stderr
     until(lambda: [what for what, *_ in fake_out()] == ["init", "log", "finish"])
     assert fake_out()[-1][1] == 1
@@ -443,7 +445,7 @@ def pipe(monkeypatch):
     def messages(content):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
         waiting, found = writer._messages(), []
-        while (message := waiting.get(timeout=10)) is not None:
+        while (message := waiting.get(timeout=60)) is not None:
             found.append(message)
         # A timer that is made after the test would end this process.
         until(lambda: timers)
@@ -465,3 +467,38 @@ def test_rows_are_dropped_while_wandb_hangs_and_the_end_is_not(pipe, monkeypatch
     monkeypatch.setattr(writer, "_MOST_ROWS", 0)
     found, _ = pipe(b'{"start": {}}\n{"log": {}}\n{"log": {}}\n{"finish": {}}\n')
     assert found == [{"start": {}}, {"finish": {}}]
+
+
+# Signals that are ignored for good
+
+
+ASKS = """
+import os, signal, sys
+# Not print: the signal may come while "ready" is still being written.
+def heard(number, frame): os.write(1, f"heard {number}\\n".encode())
+signal.signal(signal.SIGTERM, heard)
+signal.signal(signal.SIGUSR1, heard)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+FILTERS = """
+import os, signal, sys
+from titanlab.techniques.tracker.wandb import ignore_signals
+print(ignore_signals([signal.SIGTERM]), flush=True)
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[1]])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's filter is Linux's")
+def test_a_program_that_asks_for_a_signal_does_not_get_it():
+    process = subprocess.Popen(
+        [sys.executable, "-c", FILTERS, ASKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "True\n"
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    # One that is not in the filter comes through, as before.
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate("\n", timeout=60)
+    assert out == f"heard {int(signal.SIGUSR1)}\n"
+    assert process.returncode == 0

@@ -48,14 +48,6 @@ def test_microbatches_add_up(pool, tmp_path):
     assert 0 < loss < whole[0]
 
 
-def test_ranks_of_a_context_have_parts_of_the_same_sequences(pool, tmp_path):
-    [(alone, _, whole)] = pool.run(1, stepped, tiny.recipe(tmp_path, global_batch=4))
-    first, second = pool.run(2, stepped, tiny.recipe(tmp_path, global_batch=4, context=2))
-    assert sorted(first[2] + second[2]) == sorted(whole)
-    assert first[0][0] + second[0][0] == pytest.approx(alone[0], rel=1e-5)
-    assert first[0][1] + second[0][1] == alone[1]
-
-
 def documents_of(made):
     with open_world(joined(os.environ), accelerator="cpu", seed=0, deterministic=False) as world:
         tokens = np.arange(4 * 32).reshape(4, 32) % 5
@@ -78,13 +70,3 @@ def test_positions_restart_with_each_document(pool, tmp_path):
         assert first[:8] + second + first[8:] == positions[row]
         first, second = (part[1][row] for part in parts)
         assert first[:8] + second + first[8:] == starts[row]
-
-
-def test_one_of_the_ranks_with_the_same_loss_answers_for_it(pool, tmp_path):
-    [(alone, evaluated, _)] = pool.run(1, stepped, tiny.recipe(tmp_path, global_batch=4))
-    for layout in ({"tensor": 2}, {"pipeline": 2, "microbatch": 2}):
-        ranks = pool.run(2, stepped, tiny.recipe(tmp_path, global_batch=4, **layout))
-        answers = [rank for rank in ranks if rank[0][1]]
-        assert [rank[0][0] for rank in ranks if not rank[0][1]] == [0.0]
-        assert answers[0][0][:2] == pytest.approx(alone[:2], rel=1e-5)
-        assert answers[0][1] == pytest.approx(evaluated, rel=1e-5)

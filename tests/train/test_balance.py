@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests import tiny
 from tests.model.test_mixture_of_experts import model as made_layer
-from tests.prove.test_experts import SIZES, traced
+from tests.prove.test_experts import SIZES
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.errors import ConfigError
@@ -87,9 +87,9 @@ def test_a_resumed_run_goes_on_with_its_biases(pool, tmp_path, balance, layout):
     model = replace(MODEL, balance=balance, auxiliary_weight=1.0)
     made = recipe(tmp_path, model=model, steps=6, every=3, **layout)
     run = tiny.begin(made)
-    straight = pool.run(made.world, traced, made, run)[0]
+    straight = pool.run(made.world, tiny.traced, made, run)[0]
     (run.path / "checkpoints" / "step-00000006").rename(tmp_path / "away")
-    again = pool.run(made.world, traced, made, tiny.begin(made, run))[0]
+    again = pool.run(made.world, tiny.traced, made, tiny.begin(made, run))[0]
     assert (again.loads, again.losses) == (straight.loads[3:], straight.losses[3:])
 
 
@@ -108,7 +108,7 @@ def test_a_run_trains_on_the_auxiliary_loss_once(tmp_path):
     weight = 0.5
     model = replace(MODEL, balance="auxiliary_sequence", auxiliary_weight=weight)
     made = recipe(tmp_path, model=model, steps=2, max_grad_norm=None)
-    found = traced(made, tiny.begin(made)).gradients
+    found = tiny.traced(made, tiny.begin(made)).gradients
     plain = made.model.implementation().build(seq_len=32)
     initialise(plain, made.model.initial_values(), made.seed)
     stream = source.open_train(made.data, seed=made.seed, seq_len=32, global_batch=4, rank=0, ranks=1)
@@ -171,13 +171,6 @@ def test_the_auxiliary_gradient_is_that_of_the_loss(form):
 def test_a_sequence_in_parts_cannot_be_counted(tmp_path):
     with pytest.raises(ConfigError, match="model.balance=auxiliary_sequence: counts by sequence, of which context=2"):
         recipe(tmp_path, model=replace(MODEL, balance="auxiliary_sequence"), context=2)
-
-
-def test_two_ranks_count_as_one(pool, tmp_path):
-    alone = recipe(tmp_path / "1")
-    shared = recipe(tmp_path / "2", shard=2, microbatch=1)
-    wanted = pool.run(1, traced, alone, tiny.begin(alone))[0].loads
-    assert pool.run(2, traced, shared, tiny.begin(shared))[0].loads == wanted
 
 
 def written(steps, done, counts=lambda step: [[float(step), 1.0]]):

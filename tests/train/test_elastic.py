@@ -89,14 +89,15 @@ def undisturbed(pool, tmp_path_factory):
     return told[0].trace, whole_batches(told)
 
 
-def _pair(name: str, first: dict[str, Any], second: dict[str, Any], *, layer: str = "full") -> Any:
-    """A row: in which of the layers of tests it is, `quick` or `full`."""
-    return pytest.param(first, second, id=name, marks=() if layer == "quick" else getattr(pytest.mark, layer))
+def _pair(name: str, first: dict[str, Any], second: dict[str, Any], *marks: str) -> Any:
+    """A row of the slower layer, with more marks; without any mark but `quick` it is one of the faster layer."""
+    every = [] if marks == ("quick",) else ["full", *marks]
+    return pytest.param(first, second, id=name, marks=[getattr(pytest.mark, mark) for mark in every])
 
 
 PAIRS = [
-    _pair("one-ddp2", {}, {"replicate": 2}, layer="quick"),
-    _pair("fsdp_tp-pp", {"shard": 2, "tensor": 2}, {"pipeline": 2}, layer="quick"),
+    _pair("one-ddp2", {}, {"replicate": 2}, "quick"),
+    _pair("fsdp_tp-pp", {"shard": 2, "tensor": 2}, {"pipeline": 2}, "covering"),
     _pair("cp-tp", {"context": 2}, {"tensor": 2}),
     _pair("one-fsdp8", {}, {"shard": 8}),
     _pair("one-4d16", {}, {"pipeline": 2, "shard": 2, "context": 2, "tensor": 2}),
@@ -112,7 +113,7 @@ PAIRS = [
     _pair("ac", {"shard": 2, "ac": FullCheckpointing()}, {"tensor": 2, "ac": SelectiveOp()}),
     _pair("fsdp_cp_tp-ddp4", {"shard": 2, "context": 2, "tensor": 2}, {"replicate": 4}),
     _pair("pp_fsdp_tp-cp4", {"pipeline": 2, "shard": 2, "tensor": 2}, {"context": 4}),
-    _pair("ddp-offload", {"replicate": 2}, {"shard": 2, "cpu_offload": True}, layer="full"),
+    _pair("ddp-offload", {"replicate": 2}, {"shard": 2, "cpu_offload": True}),
     _pair("accumulation", {"shard": 4}, {"microbatch": 2}),
 ]
 

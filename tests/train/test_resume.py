@@ -4,7 +4,7 @@ import os
 import random
 import resource
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -322,10 +322,3 @@ def test_settings_of_the_optimizer_are_the_recipes_not_the_checkpoints(pool, tmp
     assert not same_bits(*ends)
     # Norms have none.
     assert len({tuple(end["norm.weight"].tolist()) for end in ends}) == 1
-
-
-def test_data_of_another_seed_is_not_resumed(pool, tmp_path):
-    made, run, _ = stopped(pool, tmp_path)
-    made = replace(made, seed=7)
-    with pytest.raises(RankFailure, match="ConfigError: seed=7: the checkpoint stands in the data of seed 0"):
-        pool.run(1, attempt, made, tiny.begin(made, run))

@@ -240,15 +240,16 @@ def test_a_second_save_waits_for_the_first_and_a_stop_too(tmp_path, monkeypatch)
 
 
 def test_an_error_does_not_wait_for_the_save_under_way(tmp_path, monkeypatch):
-    SlowWrites(monkeypatch, 1.0)
+    goes_on, real = threading.Event(), store.write
+    monkeypatch.setattr(store, "write", lambda *given: goes_on.wait(60) and real(*given))
     fault = Planted(fault="raise", step=3)
     made = tiny.recipe(tmp_path, steps=STEPS, saves="async", every=2, data=fault)
     run = tiny.begin(made)
     with pytest.raises(Exception, match="planted"):
         tiny.as_rank(made, run)
     assert steps(run) == []
-    while any(thread.name == "checkpoint" for thread in threading.enumerate()):
-        time.sleep(0.05)
+    goes_on.set()
+    until(lambda: not any(thread.name == "checkpoint" for thread in threading.enumerate()))
 
 
 def killed_while_writing(made, run):

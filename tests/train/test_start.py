@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from tests.checkpoint.one_process import ALONE
-from tests.weights.huggingface import made as folders
 from tests.weights.saved import module, run_of, save
-from titanlab.checkpoint import DamagedCheckpoint, Position
+from titanlab.checkpoint import DamagedCheckpoint
 from titanlab.errors import ConfigError, DamagedPosition
-from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train.train import load_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -34,10 +32,6 @@ def started(recipe, run, *, attempt=1, restore=lambda position: position.step):
 @pytest.fixture
 def begun(tmp_path):
     return run_of(tmp_path / "runs", layers=1)
-
-
-def test_a_new_run_begins_at_the_start_with_the_values_that_it_has(begun):
-    assert started(*begun) == (Position(), 0, [], [NOWHERE])
 
 
 def test_a_damaged_checkpoint_and_a_position_that_cannot_be_restored_are_passed_over_with_a_line(begun):
@@ -86,19 +80,3 @@ def test_another_run_s_checkpoint_is_taken_whole_but_for_its_tracker(begun, tmp_
     checkpoint = replace(recipe.checkpoint, load_from=str(other_run(tmp_path).path))
     position, result, _, seeds = started(replace(recipe, checkpoint=checkpoint), run)
     assert (position.step, position.tracker, result, seeds) == (3, None, 3, [3])
-
-
-def test_a_run_that_has_a_checkpoint_of_its_own_takes_no_other(begun, tmp_path):
-    recipe, run = begun
-    checkpoint = replace(recipe.checkpoint, load_from=str(other_run(tmp_path).path))
-    save(run, recipe.model, step=5, seed=5)
-    assert started(replace(recipe, checkpoint=checkpoint), run)[-1] == [5]
-
-
-def test_given_weights_begin_at_step_0(tmp_path):
-    path = folders.folder(tmp_path / "hub")
-    model = Llama.hugging_face().from_hf(folders.SMALL)
-    recipe, run = run_of(tmp_path / "runs", model=model)
-    position, result, warnings, seeds = started(replace(recipe, init_from=str(path)), run)
-    assert (position, result, warnings) == (Position(), 0, [])
-    assert seeds == []

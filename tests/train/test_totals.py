@@ -1,6 +1,5 @@
 """A step's one reduction: loss, norm, flags, and what gradients are multiplied by; memory and the peak of a rank."""
 
-import math
 import signal
 import time
 from types import SimpleNamespace
@@ -11,12 +10,10 @@ import torch
 from titanlab.costs import meter
 from titanlab.distributed import World
 from titanlab.recipe import Cluster
-from titanlab.train import Reduction, Totals
+from titanlab.train import Reduction
 from titanlab.train.totals import STOPS, memory, peak_flops, peak_memory_gib
 
 CPU = torch.device("cpu")
-# The flags of a rank that nobody has asked to stop.
-NONE = [0.0] * len(STOPS)
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)
 
 
@@ -39,18 +36,6 @@ def reduction(world=ALONE, *, squared_norm=4.0, loss_sum=30.0, tokens=10, stop=0
         stop=stop,
         nominal_tokens=nominal_tokens,
     )
-
-
-def test_one_rank_alone():
-    found = reduction()
-    assert found.read() == Totals(loss=3.0, grad_norm=2.0, tokens=10, stop=0)
-    assert found.gradient_factor(None) is None
-
-
-def test_ranks_are_summed_and_the_loss_is_a_mean_over_all_labels():
-    # The other rank: squared norm, loss, labels, and a place for each signal.
-    found = reduction(Peers([5.0, 6.0, 2.0, *NONE]), nominal_tokens=12)
-    assert found.read() == Totals(loss=3.0, grad_norm=3.0, tokens=12, stop=0)
 
 
 def test_fewer_labels_correct_norm_and_gradients_alike():
@@ -89,13 +74,6 @@ def test_a_zero_gradient_is_left_alone():
 def test_a_stop_of_any_rank_is_known_to_all(mine, others, stop):
     found = reduction(Peers([0.0, 0.0, 0.0, *(others.get(number, 0) for number in STOPS)]), stop=mine).read()
     assert found.stop == stop
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_one_rank_that_is_not_finite_is_enough(bad):
-    assert reduction().read().finite
-    assert not reduction(Peers([bad, 0.0, 0.0, *NONE])).read().finite
-    assert not reduction(Peers([0.0, bad, 0.0, *NONE])).read().finite
 
 
 def test_a_step_without_labels_is_not_finite():

@@ -296,7 +296,7 @@ def test_rows_have_the_documented_names_and_mark_what_is_not_measured(pool, tmp_
     assert [row["n_tokens_seen"] for row in rows] == [384, 1536, 3072, 4224]
     assert rows[0]["lr"] == pytest.approx(0.5e-3)
     for row in rows:
-        assert 0 < row["time_metrics/data_loading(s)"] < row["time_metrics/end_to_end(s)"] < 10
+        assert 0 < row["time_metrics/data_loading(s)"] < row["time_metrics/end_to_end(s)"] < 60
         assert row["throughput(tps)"] == pytest.approx(384 / row["time_metrics/end_to_end(s)"] / 2)
         assert row["mfu(%)"] == pytest.approx(100 * row["tflops"])  # The peak was given as 1 TFLOP/s.
     summary = run.result().metrics

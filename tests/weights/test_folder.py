@@ -12,19 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from titanlab.errors import ConfigError
+from tests.refusals import refusal
 from titanlab.techniques.model.contract import Foreign
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
-from titanlab.train import left_out
 from titanlab.train import weights as module
 from titanlab.train.weights import (
     SafetensorsSource,
     TensorEntry,
     biases_of,
-    in_halves,
     in_pairs,
     indexed_files,
-    is_weights_folder,
     open_weights,
     read_entries,
 )
@@ -32,13 +29,6 @@ from titanlab.train.weights import (
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}
 MODEL = Llama(**SIZES)
 PLAIN = dataclasses.asdict(MODEL)
-
-
-def refusal(action, *given):
-    with pytest.raises(ConfigError) as caught:
-        action(*given)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def source_of(folder, tensors, foreign):
@@ -65,32 +55,6 @@ def test_any_box_of_a_tensor_is_read_in_our_order_of_rows(tmp_path_factory, firs
     assert torch.equal(box, expected[first : first + size, column : column + width])
 
 
-def test_a_stack_of_tensors_is_one(tmp_path):
-    experts = {f"expert.{number}": torch.full((2, 3), float(number)) for number in range(4)}
-    source = source_of(tmp_path, experts, {"w": Foreign(name="experts", stack=tuple(experts))})
-    whole = torch.stack(list(experts.values()))
-    assert torch.equal(source.read("w", [0, 0, 0], [4, 2, 3]), whole)
-    assert torch.equal(source.read("w", [1, 1, 0], [2, 1, 2]), whole[1:3, 1:, :2])
-    assert source.read("w", [4, 0, 0], [0, 2, 3]).shape == (0, 2, 3)
-
-
-def test_rows_are_put_in_pairs_and_back():
-    rows = torch.arange(8.0).view(8, 1)
-    assert in_pairs(rows, 4).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert in_pairs(rows, 8).flatten().tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
-    assert torch.equal(in_halves(in_pairs(rows, 8), 8), rows)
-
-
-def test_the_format_of_most_tensors_is_the_usual_one():
-    def of(*dtypes):
-        entries = {str(number): TensorEntry(dtype=dtype, shape=()) for number, dtype in enumerate(dtypes)}
-        return SafetensorsSource(model=None, entries=entries, places={}, foreign={}).usual_dtype
-
-    assert of("F32", "BF16", "BF16") == "bfloat16"
-    # Of as many tensors in both, always the same.
-    assert of("F16", "BF16") == of("BF16", "F16") == "bfloat16"
-
-
 @given(
     shape=st.lists(st.integers(0, 9), min_size=1, max_size=3), rows=st.sampled_from([1, 2, 4]), most=st.integers(1, 99)
 )
@@ -110,16 +74,11 @@ def test_a_tensor_is_cut_into_bounded_boxes_of_whole_heads(shape, rows, most):
     assert at == shape[0]
 
 
-def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
-    first, second = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
-    save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, first)
-    save_file({"a": torch.zeros(4), "c": torch.zeros((), dtype=torch.int8)}, second)
-    entries, places = read_entries({first: ["a"], second: ["c"]}, "x")
-    assert entries == {"a": TensorEntry(dtype="F32", shape=(2,)), "c": TensorEntry(dtype="I8", shape=())}
-    assert places == {"a": first, "c": second}
-    assert read_entries({first: None}, "x")[0].keys() == {"a", "b"}
-    said = f"x={second}: lacks b, which the index places in it; fetch the folder again, whole"
-    assert refusal(read_entries, {second: ["c", "b"]}, "x") == said
+def test_a_file_that_lacks_a_tensor_of_the_index_is_one_line(tmp_path):
+    file = tmp_path / "1.safetensors"
+    save_file({"a": torch.zeros(2)}, file)
+    said = f"x={file}: lacks b, which the index places in it; fetch the folder again, whole"
+    assert refusal(read_entries, {file: ["a", "b"]}, "x") == said
 
 
 @pytest.mark.parametrize(
@@ -154,21 +113,6 @@ def made(folder, **changed):
     return tensors
 
 
-def test_a_folder_with_a_manifest_is_opened(tmp_path):
-    (tmp_path / "weights.json").mkdir()
-    assert not is_weights_folder(tmp_path)
-    tensors = made(tmp_path / "w")
-    assert is_weights_folder(tmp_path / "w")
-    source = open_weights(tmp_path / "w", "x")
-    assert (source.model, source.about, source.digest) == (MODEL, {"bos_token_id": 1}, "ab")
-    assert (source.biases, source.copies) == ({}, {})
-    assert list(source.entries) == list(MODEL.account().parameters)
-    for name, tensor in tensors.items():
-        assert torch.equal(source.read(name, [0] * tensor.ndim, tensor.shape), tensor)
-    made(tmp_path / "less", about=...)
-    assert open_weights(tmp_path / "less", "x").about == {}
-
-
 UNUSABLE = "its weights.json cannot be used ("
 DAMAGED = {
     "no model": ({"model": ...}, f"{UNUSABLE}KeyError: 'model'"),
@@ -197,23 +141,6 @@ def test_a_damaged_manifest_is_one_line(tmp_path, name):
     assert reason in refusal(open_weights, tmp_path, "x")
 
 
-def test_the_files_of_an_index_are_each_named_once(tmp_path):
-    def index(**places):
-        (tmp_path / "index.json").write_text(json.dumps({"weight_map": places}))
-
-    assert indexed_files(tmp_path, "index.json", "one", "x") == {tmp_path / "one": None}
-    index(x="b", y="a", z="b")
-    for name in ("a", "b"):
-        (tmp_path / name).write_text("")
-    assert indexed_files(tmp_path, "index.json", "one", "k") == {tmp_path / "a": ["y"], tmp_path / "b": ["x", "z"]}
-    (tmp_path / "a").unlink()
-    said = "names 2 files, and 1 are missing: a; fetch the folder again, whole"
-    assert refusal(indexed_files, tmp_path, "index.json", "one", "k") == f"k={tmp_path}/index.json: {said}"
-    # Whoever saves a model again into one file leaves the index and the files of an earlier save.
-    (tmp_path / "one").write_text("")
-    assert indexed_files(tmp_path, "index.json", "one", "k") == {tmp_path / "one": None}
-
-
 @pytest.mark.parametrize(
     "places", [{}, ["a"], {"x": 5}, {"x": "a", "y": ["a"]}, {"x": "../a"}, {"x": "/a"}, {"x": None}]
 )
@@ -228,14 +155,6 @@ BIASED = Mixtral(**{**SIZES, "layers": 2}, experts=4, active_experts=2, balance=
 GIVEN = {"layers.0": [0.0, 0.1, -0.2, 0.0], "layers.1": [0.0] * 4}
 
 
-def test_the_biases_of_the_model_s_blocks_are_taken():
-    assert biases_of(BIASED, GIVEN, "k", "v") == GIVEN
-    assert biases_of(BIASED, {}, "k", "v") == {}
-    # The state of another balance has other numbers under the same names.
-    for model in (MODEL, dataclasses.replace(BIASED, balance="auxiliary_batch")):
-        assert biases_of(model, {"layers.0": [1.0]}, "k", "v") == {}
-
-
 @pytest.mark.parametrize(
     "routing", [{"layers.0": [0.0] * 4}, {**GIVEN, "layers.2": [0.0] * 4}, {**GIVEN, "layers.1": [0.0] * 3}]
 )
@@ -243,12 +162,3 @@ def test_biases_of_another_model_are_one_line(routing):
     rule = "its biases are not those of 2 blocks of 4 experts"
     said = f"k=folder: {rule}; choose the model that it was trained as"
     assert refusal(biases_of, BIASED, routing, "k", "folder") == said
-
-
-def test_an_export_says_which_biases_it_leaves_out():
-    line = left_out(GIVEN)
-    assert line.startswith("left out: the biases of 2 routers")
-    # Biases of two blocks are never compared.
-    assert "less than 0.3 (" in line
-    for biases in ({}, {"layers.0": [0.0, 0.0]}, {"layers.0": [2.0, 2.0]}):
-        assert left_out(biases) == ""

@@ -11,30 +11,21 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from tests import tiny
+from tests.refusals import refusal
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
-from titanlab.errors import ConfigError
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
 from titanlab.train import check_beginning, start_fingerprint
 from titanlab.train import starting_weights as module
 from titanlab.train.starting_weights import fill_start
-from titanlab.train.weights import open_folder
 
 SIZES = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 96, "vocab_size": 256}
 BIASED = Mixtral(**SIZES, experts=4, active_experts=2, balance="bias")
 BIASES = {"layers.0": [0.0, 0.1, -0.2, 0.0], "layers.1": [0.0, 0.0, 0.3, 0.0]}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
-
-
-def refusal(action, *given):
-    with pytest.raises(ConfigError) as caught:
-        action(*given)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def theirs(folder, **config):
@@ -52,47 +43,10 @@ def run(tmp_path):
     return recipe, run
 
 
-def test_weights_and_a_position_cannot_both_be_the_start(tmp_path):
-    recipe, path = theirs(tmp_path)
-    check_beginning(recipe)
-    recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, load_from="x"))
-    rule = "checkpoint.load_from says already what the run starts with"
-    assert refusal(check_beginning, recipe) == f"init_from={path}: {rule}; give one of the two"
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        ({"layers": 2}, "layers is 3 there and 2 here; choose the model that it was trained as: model.layers=3"),
-        ({"tied_embeddings": True}, "tied_embeddings is false there and true here; choose the model that it was"),
-    ],
-)
-def test_another_model_is_refused_with_the_value_that_it_has(tmp_path, change, rule):
-    recipe, path = theirs(tmp_path)
-    other = replace(recipe, model=replace(recipe.model, **change))
-    assert refusal(check_beginning, other).startswith(f"init_from={path}: is of another model: {rule}")
-
-
 def test_a_model_of_another_kind_is_refused(tmp_path):
     recipe, path = theirs(tmp_path)
     said = refusal(check_beginning, replace(recipe, model=BIASED))
     assert said.startswith(f"init_from={path}: is a model of another kind: llama, and the recipe's is mixtral; ")
-
-
-@pytest.mark.parametrize(
-    ("text", "cure"),
-    [
-        ("meta-llama/Llama-3.1-8B", "for a model of the hub: `titanlab import meta-llama/Llama-3.1-8B`"),
-        ("./weights/x", "give an imported folder, a folder of Hugging Face's, or a run"),
-        ("../x", "give an imported folder, a folder of Hugging Face's, or a run"),
-        ("a/b/c", "give an imported folder, a folder of Hugging Face's, or a run"),
-        ("nope", "give an imported folder, a folder of Hugging Face's, or a run"),
-    ],
-)
-def test_a_missing_folder_may_be_a_model_of_the_hub(tmp_path, monkeypatch, text, cure):
-    monkeypatch.chdir(tmp_path)
-    recipe = replace(tiny.recipe(tmp_path), init_from=text)
-    assert refusal(check_beginning, recipe) == f"init_from={text}: there is no such folder; {cure}"
 
 
 def test_the_run_is_found_from_within_its_folder_and_by_a_link(run, tmp_path, monkeypatch):
@@ -113,13 +67,6 @@ def test_a_checkpoint_outside_of_a_run_is_judged_by_its_shapes(run, tmp_path):
     check_beginning(replace(recipe, init_from=str(alone), model=replace(recipe.model, norm_eps=1e-6)))
     other = replace(recipe, init_from=str(alone), model=replace(recipe.model, ffn_dim=100))
     assert "is 192×64 there and 100×64 here" in refusal(check_beginning, other)
-
-
-def test_a_run_with_a_damaged_model_is_one_line(run):
-    recipe, begun = run
-    (begun.path / "config.yaml").write_text("model: {kind: llama}\n")
-    said = refusal(check_beginning, replace(recipe, init_from=str(begun.path)))
-    assert said.startswith(f"init_from={begun.path}: its config.yaml has no model (")
 
 
 def test_the_fingerprint_of_their_folder_is_of_its_content_and_not_of_its_place(tmp_path):
@@ -177,23 +124,6 @@ def test_a_pipe_among_the_files_of_a_dcp_folder_does_not_stop_the_fingerprint(ru
     assert start_fingerprint(recipe) == first
     (checkpoint / "__0_0.distcp").write_bytes(b"others")
     assert start_fingerprint(recipe) != first
-
-
-def test_a_model_is_filled_from_their_folder(tmp_path):
-    recipe, path = theirs(tmp_path)
-    model = saved.module(recipe.model)
-    assert fill_start(recipe, model) == {}
-    source = open_folder(path, "k")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, source.read(name, [0] * parameter.ndim, parameter.shape)), name
-
-
-def test_a_model_is_filled_from_a_run(run):
-    recipe, begun = run
-    model = saved.module(recipe.model, seed=1)
-    assert fill_start(replace(recipe, init_from=str(begun.path)), model) == {}
-    for (name, parameter), other in zip(model.named_parameters(), saved.module(recipe.model).parameters(), strict=True):
-        assert torch.equal(parameter, other), name
 
 
 @pytest.mark.parametrize(

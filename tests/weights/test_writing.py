@@ -9,27 +9,23 @@ import shlex
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.refusals import refusal
 from tests.weights import saved
 from tests.weights.conftest import FORMATS, Tensors
 from tests.weights.huggingface import made as folders
 from titanlab.errors import ConfigError
 from titanlab.system import StoreFault
 from titanlab.techniques.model.contract import Foreign
-from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train import (
     check_apart,
     check_target,
-    from_dcp,
     from_folder,
     from_run,
-    is_weights,
     weights,
     whole_folder,
     write_hf,
@@ -37,7 +33,7 @@ from titanlab.train import (
 )
 from titanlab.train.initialise import fill
 from titanlab.train.interchange import write_weights
-from titanlab.train.weights import in_halves, open_hf, open_weights
+from titanlab.train.weights import in_halves, open_weights
 
 SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "vocab_size": 32}
 STRETCHED = {"rope_factor": 8.0, "rope_original_context": 1024}
@@ -55,27 +51,6 @@ def written(folder, source, *, foreign=None, dtype=None, shard_bytes=10**9):
 
 def read(folder):
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
-
-
-def test_each_tensor_keeps_its_numbers_and_format(tmp_path):
-    written(tmp_path / "c", Tensors(a=A, b=B, e=torch.zeros(0, 3)))
-    assert [path.name for path in (tmp_path / "c").iterdir()] == ["w.safetensors"]
-    found = read(tmp_path / "c")
-    assert torch.equal(found["a"], A)
-    assert torch.equal(found["b"], B)
-    assert (found["b"].dtype, found["e"].shape) == (torch.bfloat16, (0, 3))
-    with safe_open(tmp_path / "c" / "w.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-    header = int.from_bytes((tmp_path / "c" / "w.safetensors").read_bytes()[:8], "little")
-    assert header % 8 == 0
-
-
-def test_files_are_bounded_and_have_an_index(tmp_path):
-    written(tmp_path / "c", Tensors(a=A, b=B), shard_bytes=50)
-    names = [f"w-{number:05d}-of-00002.safetensors" for number in (1, 2)]
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [*names, "w.index.json"]
-    index = json.loads((tmp_path / "c" / "w.index.json").read_text())
-    assert index == {"metadata": {"total_size": 58}, "weight_map": {"a": names[0], "b": names[1]}}
 
 
 def test_the_digest_is_of_names_shapes_formats_and_contents(tmp_path):
@@ -105,20 +80,7 @@ def test_large_tensors_are_read_in_pieces_of_whole_heads(tmp_path, monkeypatch):
     assert torch.equal(found["q"], in_halves(rows, 4))
 
 
-def test_a_stack_becomes_its_tensors(tmp_path):
-    stack = torch.arange(12.0).view(3, 2, 2)
-    written(tmp_path / "c", Tensors(w=stack), foreign={"w": Foreign(name="experts", stack=("e.0", "e.1", "e.2"))})
-    found = read(tmp_path / "c")
-    assert list(found) == ["e.0", "e.1", "e.2"]
-    assert all(torch.equal(found[f"e.{number}"], stack[number]) for number in range(3))
-
-
-def test_numbers_are_cast_and_those_that_the_format_makes_infinite_are_refused(tmp_path):
-    for name in ("float32", "bfloat16", "float16"):
-        written(tmp_path / name, Tensors(a=A / 3, b=B), dtype=name)
-        found, dtype = read(tmp_path / name), getattr(torch, name)
-        assert torch.equal(found["a"], (A / 3).to(dtype))
-        assert {tensor.dtype for tensor in found.values()} == {dtype}
+def test_numbers_that_a_format_makes_infinite_are_refused(tmp_path):
     with pytest.raises(ConfigError) as caught:
         written(tmp_path / "c", Tensors(a=torch.tensor([1.0, 70000.0])), dtype="float16")
     assert str(caught.value) == "--dtype=float16: a has numbers beyond its 65,504; try bfloat16"
@@ -157,26 +119,6 @@ def exported(origin, into, *, dtype=None):
     return lines
 
 
-def test_an_import_has_every_number_and_the_model_as_an_option(tmp_path):
-    theirs = open_hf(folders.folder(tmp_path / "hub"), "k")
-    assert is_weights(tmp_path / "hub")
-    command, lines = wrote(from_folder(tmp_path / "hub", "k"), tmp_path / "ours", name="small")
-    assert is_weights(tmp_path / "ours")
-    assert not is_weights(tmp_path)
-    ours = open_weights(tmp_path / "ours", "k")
-    assert ours.model == theirs.model
-    for name, entry in theirs.entries.items():
-        box = [0] * len(entry.shape), entry.shape
-        assert torch.equal(ours.read(name, *box), theirs.read(name, *box)), name
-    option = yaml.safe_load((tmp_path / "ours" / "conf" / "model" / "small.yaml").read_text())
-    assert option.pop("defaults") == ["llama_schema", "_self_"]
-    assert type(ours.model)(**option) == ours.model
-    assert shlex.split(command) == [
-        *("titanlab", "train", "--config-dir", f"{tmp_path}/ours/conf", "model=small", f"init_from={tmp_path}/ours"),
-    ]  # fmt: skip
-    assert lines == [f"{tmp_path}/ours: 125,376 parameters in 30 tensors, 0.5 MiB in 1 file"]
-
-
 @pytest.mark.parametrize("name", ["é", "my weights", "a'b", 'a"b', "${x}", "a=b", "a,b", "[a]", "1e3"])
 def test_the_command_is_right_for_any_name_of_a_folder(tmp_path, name):
     command, _ = wrote(from_folder(folders.folder(tmp_path / "hub"), "k"), tmp_path / name)
@@ -210,23 +152,13 @@ def test_the_digest_is_of_the_biases_too(tmp_path):
     assert len(set(digests)) == 3
 
 
-def test_an_export_keeps_what_is_beside_the_model(tmp_path):
-    origin = from_folder(folders.folder(tmp_path / "hub"), "k")
-    wrote(origin, tmp_path / "ours")
-    exported(from_folder(tmp_path / "ours", "k"), tmp_path / "theirs")
-    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
-    assert {name: config[name] for name in folders.SMALL} == folders.SMALL
-    assert folders.equal(folders.read(tmp_path / "theirs"), folders.read(tmp_path / "hub"))
-    generation = [(tmp_path / name / "generation_config.json").read_text() for name in ("hub", "ours", "theirs")]
-    assert len(set(generation)) == 1
-
-
 def test_a_model_without_a_form_in_transformers_is_one_line(tmp_path, monkeypatch):
     origin = from_folder(folders.folder(tmp_path / "hub"), "k")
     monkeypatch.setattr(type(origin.source.model), "hugging_face", staticmethod(lambda: None))
-    with pytest.raises(ConfigError) as caught:
-        exported(origin, tmp_path / "theirs")
-    assert str(caught.value) == "--format=hf: llama has no form in transformers; try --format titanlab"
+    assert (
+        refusal(exported, origin, tmp_path / "theirs")
+        == "--format=hf: llama has no form in transformers; try --format titanlab"
+    )
     assert not (tmp_path / "theirs").exists()
 
 
@@ -273,20 +205,6 @@ def begun(tmp_path_factory):
     return recipe, run
 
 
-def test_a_run_s_newest_checkpoint_or_one_of_a_step_or_that_is_named(begun):
-    recipe, run = begun
-    named = str(run.checkpoints / "step-00000002")
-    for text, step, expected in ((str(run.path), None, 4), (str(run.path), 2, 2), (named, None, 2)):
-        origin = from_run(text, "runs", step=step)
-        assert origin.title == f"{run.path.name}, step-0000000{expected}"
-        norm = dict(saved.module(recipe.model, seed=expected).named_parameters())["norm.weight"]
-        assert torch.equal(origin.source.read("norm.weight", [0], [64]), norm)
-        # It has no tokenizer, and names no token.
-        assert (origin.about, origin.generation) == ({"max_position_embeddings": recipe.training.seq_len}, {})
-    with pytest.raises(ConfigError, match="^--step=3: the run has no whole checkpoint"):
-        from_run(str(run.path), "runs", step=3)
-
-
 def test_a_model_that_was_stretched_has_the_context_of_that(tmp_path):
     """RoPE of Llama 3.1: the run trains shorter sequences than the model can read."""
     recipe, run = saved.run_of(tmp_path, **STRETCHED)
@@ -312,22 +230,10 @@ def test_a_run_with_a_damaged_config_is_one_line(begun, tmp_path, config, reason
     (copy / "checkpoints" / "step-00000002").symlink_to(run.checkpoints / "step-00000002")
     model = "model: {kind: llama, " + ", ".join(f"{name}: {size}" for name, size in SIZES.items()) + "}"
     (copy / "config.yaml").write_text(config.replace("MODEL", model))
-    with pytest.raises(ConfigError) as caught:
-        from_run(str(copy), "runs", step=None)
-    said = str(caught.value)
+    said = refusal(from_run, str(copy), "runs", step=None)
     assert said.startswith(f"run={copy}: its config.yaml has no model (")
     assert reason in said
     assert said.endswith("; restore that file")
-
-
-def test_a_folder_of_torch_distributed_checkpoint_has_a_model_and_nothing_else(tmp_path):
-    model = Llama(**SIZES)
-    state = {f"model.{name}": value.detach() for name, value in saved.module(model).named_parameters()}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "step-5"), no_dist=True)
-    origin = from_dcp(tmp_path / "step-5", model, "k")
-    assert (origin.about, origin.generation, origin.title) == ({"max_position_embeddings": 2048}, {}, "step-5")
-    assert torch.equal(origin.source.read("norm.weight", [0], [16]), state["model.norm.weight"])
-    assert from_dcp(tmp_path / "step-5", Llama(**SIZES, **STRETCHED), "k").context == 8192
 
 
 def names(folder):
@@ -341,30 +247,11 @@ def made(folder, *files):
     return folder
 
 
-def is_ours(folder):
-    return (folder / "ours").exists()
-
-
-def test_a_new_or_empty_folder_can_be_written_and_one_with_files_needs_force(tmp_path, monkeypatch):
-    for folder in (tmp_path / "new", tmp_path / "a" / "b" / "new", made(tmp_path / "empty")):
-        check_target(folder, is_ours, force=False)
-    ours, other = made(tmp_path / "w", "ours"), made(tmp_path / "mine", "thesis")
-    check_target(ours, is_ours, force=True)
-    for folder, force, rule in (
-        (ours, False, r"exists; name another folder, or give --force to replace it"),
-        (other / "thesis", False, "exists"),
-        (other, True, "holds something else than weights; name another folder"),
-        (
-            other / "thesis" / "a",
-            True,
-            rf"cannot be written \({other}/thesis is no folder\); name a folder of yours",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=f"^--into=.*: {rule}"):
-            check_target(folder, is_ours, force=force)
+def test_a_folder_that_may_not_be_written_is_one_line(tmp_path, monkeypatch):
+    check_target(tmp_path / "a" / "b" / "new", lambda folder: False, force=False)
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=r"cannot be written \(no permission\); name a folder of yours$"):
-        check_target(tmp_path / "new", is_ours, force=False)
+        check_target(tmp_path / "new", lambda folder: False, force=False)
 
 
 @pytest.mark.parametrize(("source", "into"), [("a", "a"), ("a", "a/b"), ("a/b", "a"), ("a", "b/../a"), ("link", "a")])

@@ -36,10 +36,10 @@ from .folders import read_while_kept as read_while_kept
 from .folders import remove as remove
 from .folders import remove_unfinished as remove_unfinished
 from .folders import step_of as step_of
+from .reader import WITHOUT_GROUP as WITHOUT_GROUP
 from .reader import Reader as Reader
+from .reader import load_state as load_state
 from .reader import metadata_of as metadata_of
-from .reader import read_into as read_into
-from .reader import set_in as set_in
 from .schema import NoCheckpoints as NoCheckpoints
 from .storage import ITEM_BYTES as ITEM_BYTES
 from .storage import PART as PART

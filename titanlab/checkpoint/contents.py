@@ -39,6 +39,8 @@ MOST_BYTES = 1 << 28
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # The range of torch's numbers: JSON's 1e400 would be infinite.
 _Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(gt=-(2.0**63), lt=2.0**63)]
+# The smallest normal number of float32.
+_LEAST_SCALE = 2.0**-126
 _FileName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\x00]+\Z")]
 _StateName = Annotated[str, Meta(pattern=r"^(cpu|python|numpy|cuda)\Z")]
 _Rank = Annotated[int, Meta(ge=0, lt=10**9)]
@@ -66,6 +68,13 @@ class Position(Struct, frozen=True, kw_only=True):
     layout: dict[str, _Count] = {}
     loss_scale: dict[str, _Number] = {}
     routing: dict[str, list[_Number]] = {}
+
+    def __post_init__(self) -> None:
+        # The training divides by the scale, in float32; the other entries are counts.
+        for name, value in self.loss_scale.items():
+            if value < (_LEAST_SCALE if name == "scale" else 0):
+                rule = "must be positive" if name == "scale" else "must not be negative"
+                raise ValueError(f"loss_scale has {name}={value}, which {rule}")
 
 
 class SavedPosition(Position, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,8 +6,9 @@ import io
 import itertools
 import json
 import os
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,8 +56,30 @@ class Reader(dcp.StorageReader):
     named_by: str
 
     @abstractmethod
+    def decode(self, content: io.BytesIO) -> Any:
+        """The value of an entry that is not a tensor, without running code."""
+
     def planner(self) -> dcp.DefaultLoadPlanner:
-        """A new planner that reads entries that are not tensors without running code."""
+        return _Planner(self.decode)
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """DefaultLoadPlanner, which would unpickle entries that are not tensors."""
+
+    def __init__(self, decode: Callable[[io.BytesIO], Any]) -> None:
+        super().__init__()
+        self._decode = decode
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        state: Any = self.original_state_dict
+        *folders, last = self.mappings[read_item.dest_index.fqn]
+        for step in folders:
+            state = state[step]
+        state[last] = self._decode(value)
+
+
+WITHOUT_GROUP = "torch.distributed is disabled, unavailable or uninitialized"
+"""The beginning of torch's warning that one process reads or writes alone."""
 
 
 class ShardReader(Reader):
@@ -70,9 +93,10 @@ class ShardReader(Reader):
         self.checkpoint, self.named_by = checkpoint, key
         self.blocks_read = 0
         self._index = index
+        self._metadata: Metadata | None = None
 
-    def planner(self) -> dcp.DefaultLoadPlanner:
-        return JsonPlanner()
+    def decode(self, content: io.BytesIO) -> Any:
+        return json.load(content)
 
     # A reader reads one checkpoint, and DCP never chooses this storage by itself.
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -83,13 +107,17 @@ class ShardReader(Reader):
         return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is not None:
+            # A checkpoint of hundreds of ranks has 100,000 chunks, and weights are read one by one.
+            return self._metadata
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
             name: BytesStorageMetadata() for name in self._index.objects
         }
         for name, tensor in self._index.tensors.items():
             boxes = zip(tensor.offsets.tolist(), tensor.sizes.tolist(), strict=True)
             entries[name] = metadata_of(tensor.dtype, tensor.shape, boxes)
-        return Metadata(state_dict_metadata=entries)
+        self._metadata = Metadata(state_dict_metadata=entries)
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
         pass
@@ -203,41 +231,10 @@ def metadata_of(
     )
 
 
-class JsonPlanner(dcp.DefaultLoadPlanner):
-    """Reads entries that are not tensors from JSON: DefaultLoadPlanner would unpickle them."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], json.loads(value.read()))
-
-
-def set_in(state: Any, path: Sequence[Any], value: Any) -> None:
-    """Set an entry of nested mappings and lists."""
-    *folders, last = path
-    for step in folders:
-        state = state[step]
-    state[last] = value
-
-
-def read_into(state: dict[str, Any], reader: Reader, metadata: Metadata) -> None:
-    """Read entries in this process alone, where `dcp.load` would warn that there is no process group.
-
-    Args:
-        state: tensors to fill, by the names of their entries.
-        metadata: of the reader; reading it takes long for a checkpoint of many ranks.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or damaged.
-    """
-    planner = reader.planner()
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan(planner.create_global_plan([plan]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
 def load_state(state: dict[str, Any], reader: Reader) -> None:
     """Read a checkpoint into a state dict without running code in it; all ranks call this together.
+
+    Without a process group this process reads alone.
 
     Raises:
         DamagedCheckpoint: a file is missing, damaged or would run code; every rank raises it, also if only one has
@@ -245,21 +242,18 @@ def load_state(state: dict[str, Any], reader: Reader) -> None:
         ConfigError: the checkpoint belongs to another model.
     """
     try:
-        dcp.load(state, storage_reader=reader, planner=reader.planner())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=WITHOUT_GROUP)
+            dcp.load(state, storage_reader=reader, planner=reader.planner())
     except dcp.CheckpointException as error:
         # The exception has the errors of all ranks; a ConfigError among them is the clearest message.
-        failures = [failure for failure, _ in error.failures.values()]
+        failures: list[BaseException] = [failure for failure, _ in error.failures.values()]
         config_errors = [failure for failure in failures if isinstance(failure, ConfigError)]
         failure = next(iter([*config_errors, *failures]), error)
-        if isinstance(failure, ConfigError):
-            raise failure from error
         # An error of the machine does not mean a damaged checkpoint.
-        if isinstance(failure, OSError) or classify(failure) in (
-            OutcomeKind.OOM,
-            OutcomeKind.NODE_FAIL,
-            OutcomeKind.HANG,
-        ):
-            raise
+        kinds = (OutcomeKind.OOM, OutcomeKind.NODE_FAIL, OutcomeKind.HANG)
+        if isinstance(failure, (ConfigError, OSError)) or classify(failure) in kinds:
+            raise failure from error
         # An error of the planner: the checkpoint lacks an entry, or the entry has another shape.
         rule = f"cannot be read ({first_line(failure)})"
         raise ConfigError(reader.named_by, reader.checkpoint, rule, earlier_hint(reader.checkpoint)) from error

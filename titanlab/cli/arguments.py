@@ -202,8 +202,8 @@ def _plan(add: Add) -> None:
 
     add("--top", type=int, metavar="N", help=f"how many (default 20, at most {MOST:,})")
     add("--why", **FLAG, help="one sentence for each, and how many layouts were left out for which rule")
-    text = "precision and compile too, which otherwise stay as the recipe has them"
-    add("--vary", default="", metavar="GROUP,…", help=text)
+    text = "precision and compile too, all or some: precision=bf16,mxfp8; or machines: cluster=a100_80gb,h100,h200"
+    add("--vary", default="", metavar="GROUP[=NAME,…],…", help=text)
     text = "memory by rank of the pipeline, time by part, bytes of each collective, the timeline"
     add("--explain", **FLAG, help=text)
     add("--plot", type=user_path, metavar="FILE", help="with --explain: draw the timeline: timeline.svg, timeline.png")

@@ -46,9 +46,8 @@ def completion_verb(args: argparse.Namespace) -> int:
     elif shell == "query":
         print(*_words(os.environ.get("COMP_LINE", "titanlab ")))
     else:
-        raise ConfigError(
-            "completion", shell, "is no shell that is known here", "try bash (in zsh, run bashcompinit first)"
-        )
+        rule = "is not a known shell"
+        raise ConfigError("completion", shell, rule, "try bash (in zsh, run bashcompinit first)")
     return 0
 
 

@@ -105,7 +105,7 @@ def repro_verb(args: Namespace) -> int:
     into = Path(os.path.abspath(user_path(args.into or Path(f"repro-{run.path.name}"))))
     if not args.dry_run:
         if os.path.lexists(into) and (not into.is_dir() or into.is_symlink() or any(into.iterdir())):
-            raise ConfigError("--into", into, "is there already", "give a new folder")
+            raise ConfigError("--into", into, "exists already", "give a new folder")
         parent = next(path for path in into.parents if os.path.lexists(path))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
             why = f"no permission in {parent}" if parent.is_dir() else f"{parent} is no folder"

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,12 +31,12 @@ from titanlab.records import (
     forward,
     log_parts,
     merged,
+    named,
     part_of,
     rank_log,
     rank_logs,
     rank_rows,
     size_of,
-    table_lines,
     timed,
     timed_from_end,
 )
@@ -248,9 +249,28 @@ def diagnose_verb(args: Namespace) -> int:
             for line in hung.damaged.values():
                 console.warn(line)
             console.note(
-                "\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *table_lines(rows)])
+                "\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *_rank_table(rows)])
             )
     return 0
+
+
+_RANK_HEADINGS = ("rank", "state", "phase", "last collective", "waits for")
+_STACK_LINES = 8
+
+
+def _rank_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each rank, and below them the place of every rank; ranks at the same place share one stack."""
+    cells = []
+    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for row in rows:
+        last = "" if row["last"] is None else f"{row['last']}: {'done' if row['is_done'] else 'pending'}"
+        cells.append([str(row["rank"]), row["state"], row["phase"] or "", last, ", ".join(map(str, row["waits_for"]))])
+        places[tuple(row["stack"][:_STACK_LINES])].append(row["rank"])
+    lines = aligned(_RANK_HEADINGS, cells)
+    for stack, ranks in places.items():
+        if stack:
+            lines += ["", f"{named(ranks)}, innermost call first:", *(f"  {place}" for place in stack)]
+    return lines
 
 
 def _without_hang(run: RunFolder, attempt: int) -> str:

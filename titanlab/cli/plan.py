@@ -24,6 +24,7 @@ from titanlab.plan import (
     time_rows,
     traffic_rows,
 )
+from titanlab.plan.space import VARIED
 from titanlab.recipe import Recipe, read_flags
 from titanlab.sweep import aligned
 from titanlab.system import Console, counted, grouped
@@ -57,25 +58,65 @@ def plan_verb(args: Namespace) -> int:
             if args.explain:
                 code = _explain(for_planning(recipe, stands=True), args, console)
             else:
-                result = plan(for_planning(recipe), vary=args.vary, top=_TOP if args.top is None else args.top)
-                values = json_text(search.plan_values(result)) if args.json else ""
-                console.note(values or "\n".join(_lines(result, why=args.why)))
-                code = 0 if result.best else ConfigError.exit_code
+                code = _plan(recipe, args, console)
         # Otherwise Python would look through all small objects of the search at its exit (a tenth of a second).
         gc.freeze()
     return code
 
 
+def _varied(text: str) -> dict[str, list[str]]:
+    """The options to vary by group, from `precision,cluster=h100,h200`; an empty list stands for all of them."""
+    groups: dict[str, list[str]] = {}
+    for part in text.split(",") if text else ():
+        group, equals, option = part.partition("=")
+        if equals or not groups or group in VARIED:
+            groups[group] = [option] if equals else []
+        else:
+            groups[next(reversed(groups))].append(part)
+    if "cluster" in groups and not all(groups["cluster"] or [""]):
+        raise ConfigError("--vary", text, "names no machines", "try cluster=a100_80gb,h100,h200")
+    return groups
+
+
+def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
+    """Plan for the recipe's machine, or for each that --vary names."""
+    clusters = args.vary.pop("cluster", [])
+    vary = {
+        group: [getattr(_recipe([*args.rest, f"{group}={option}"]), group) for option in options]
+        for group, options in args.vary.items()
+    }
+    top = (1 if clusters else _TOP) if args.top is None else args.top
+    if not clusters:
+        result = plan(for_planning(recipe), vary=vary, top=top)
+        lines, values = _lines(result, why=args.why), search.plan_values(result)
+        console.note(json_text(values) if args.json else "\n".join(lines))
+        return 0 if result.best else ConfigError.exit_code
+    recipes = {name: _recipe([*args.rest, f"cluster={name}"]) for name in dict.fromkeys(clusters)}
+    plans = {name: plan(for_planning(each), vary=vary, top=top) for name, each in recipes.items()}
+    if args.json:
+        console.note(json_text({name: search.plan_values(each) for name, each in plans.items()}))
+    else:
+        lines = [line for each in plans.values() for line in (search.title(each), *each.ranking.machine.notes)]
+        lines += aligned(("cluster", *search.HEADINGS[1:]), search.machine_rows(plans), right=search.FIGURES)
+        for name, each in plans.items():
+            if each.best:
+                lines.append(f"the first on {name}: {' '.join(search.overrides(each.best[0], each.base))}")
+            if args.why:
+                lines += ["", name, *(search.reasons(each.best) if each.best else each.advice), *search.left_out(each)]
+        console.note("\n".join(lines))
+    return 0 if any(each.best for each in plans.values()) else ConfigError.exit_code
+
+
 def _check(args: Namespace) -> None:
-    args.vary = args.vary.split(",") if args.vary else []
+    args.vary = _varied(args.vary)
     # A flag with the value 0 is given, although 0 equals False.
-    given = [name for name, value in vars(args).items() if value is not None and value is not False and value != []]
+    given = [name for name, value in vars(args).items() if value is not None and value is not False and value != {}]
     if "plot" in given and not args.explain:
         raise ConfigError("--plot", args.plot, "draws the timeline of one recipe", "add --explain")
     if args.rank and not args.trace:
         raise ConfigError("--rank", args.rank, "names ranks that are traced", "add --trace")
     if args.explain and args.trace:
-        raise ConfigError("--trace", "true", "has an answer of its own, and so has --explain", "leave one out")
+        raise ConfigError("--trace", "true", "prints another answer than --explain", "leave one out")
     about_many = [name for name in ("why", "vary", "top") if name in given]
     if (args.explain or args.trace) and about_many:
         rule = f"is about one recipe, and --{about_many[0]} about many"
@@ -92,7 +133,8 @@ def _check(args: Namespace) -> None:
     if args.calibrate is not None and args.measure:
         raise ConfigError("--calibrate", args.calibrate, "takes runs, and --measure a new job", "leave one out")
     if other:
-        raise ConfigError(verb, args.calibrate or "true", f"makes no plan, which --{other[0]} is about", "leave it out")
+        rule = f"makes no plan, and --{other[0]} is about one"
+        raise ConfigError(verb, args.calibrate or "true", rule, "leave it out")
     if args.calibrate is not None and args.rest:
         rule = "is not for --calibrate, which takes recipes and cluster from the runs"
         raise ConfigError("arguments", " ".join(args.rest), rule, "leave it out")
@@ -112,7 +154,7 @@ def _recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def _lines(result: Plan, *, why: bool) -> list[str]:
-    lines = [search.title(result), *result.ranking.machine.notes]
+    lines = [search.title(result), *result.ranking.machine.notes, *search.not_priced(result.base)]
     if not result.best:
         return [*lines, "no layout works", *result.advice, *search.left_out(result)]
     lines += aligned(search.HEADINGS, search.table_rows(result), right=search.FIGURES)
@@ -143,6 +185,8 @@ def _explain(recipe: Recipe, args: Namespace, console: Console) -> int:
         "",
         *aligned(("part", "seconds", "share"), time_rows(time), right=("seconds", "share")),
         f"{grouped(time.tokens_per_second)} tokens/s a device, MFU {100 * time.mfu:.1f} %",
+        str(search.whole_model(recipe)),
+        *search.not_priced(recipe),
     ]
     if account.traffic:
         figures = ("count", "bytes", "sent")

@@ -83,7 +83,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
     for argument in arguments:
         key = argument.lstrip("+~").partition("=")[0].partition(".")[0].partition("@")[0]
         if not argument.startswith("-") and key in _OWN and not argument.startswith("profiler."):
-            rule = "is the measurement's own: it trains no recipe"
+            rule = "is set by the measurement, which trains no recipe"
             raise ConfigError(KEY, argument, rule, "give only cluster, launch, world and runs")
     all_arguments = [*_RECIPE, *arguments]
     composition = compose_one(read_flags(all_arguments))

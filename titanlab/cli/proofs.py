@@ -87,7 +87,7 @@ def choose(arguments: Sequence[str], runs: str) -> ProofCandidates:
     if not arguments or not is_name(first):
         return _of_command_line(arguments)
     if len(arguments) > 1:
-        unknown = ConfigError("recipe", first, "is no recipe and no sweep of conf", "try +recipe=quickstart")
+        unknown = ConfigError("recipe", first, "is neither a recipe nor a sweep of conf", "try +recipe=quickstart")
         return _of_command_line([override_of(first, unknown), *arguments[1:]])
     try:
         sweep = open_sweep(first, runs)
@@ -227,7 +227,7 @@ def parity_verb(args: Namespace) -> int:
         check_number("--processes", args.processes, 256, MOST_PROCESSES)
     if not rest:
         cure = "try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs"
-        raise ConfigError("arguments", "", "say nothing of what to prove", cure)
+        raise ConfigError("arguments", "", "do not say what to prove", cure)
     # Two runs or two recipes; otherwise the arguments are one command line.
     whole = [is_name(argument) or argument.lstrip().startswith("+recipe=") for argument in rest]
     is_pair = len(rest) == 2 and all(whole)
@@ -235,7 +235,7 @@ def parity_verb(args: Namespace) -> int:
         if is_pair and (runs := _runs(rest[0], rest[1], args.runs)) is not None:
             for flag in ("steps", "processes", "only", "inductor"):
                 if value := getattr(args, flag):
-                    rule = "is for recipes, which are trained; finished runs are compared as they were logged"
+                    rule = "applies to recipes, which are trained; finished runs are compared as they were logged"
                     raise ConfigError(f"--{flag}", value, rule, "leave it out, or give two recipes")
             return _compare(*runs, args, console)
         if is_pair:
@@ -377,7 +377,7 @@ def rehearse_verb(args: Namespace) -> int:
     check_number("--processes", args.processes, 256, MOST_PROCESSES)
     if not args.rest:
         cure = "try +sweeps=quickstart_layouts, +recipe=quickstart, or the name of a sweep"
-        raise ConfigError("arguments", "", "say nothing of what to rehearse", cure)
+        raise ConfigError("arguments", "", "do not say what to rehearse", cure)
     with Console() as console:
         chosen = choose(args.rest, args.runs)
         if args.only:

@@ -64,7 +64,7 @@ def resume_verb(args: Namespace) -> int:
     run, checkpoint = find_run_or_checkpoint(args.run, args.runs)
     if args.step is not None:
         if checkpoint is not None:
-            raise ConfigError("--step", args.step, f"{checkpoint} is of a step already", "leave one of the two out")
+            raise ConfigError("--step", args.step, f"{checkpoint} is of one step", "leave one of the two out")
         checkpoint = of_step(checkpoints_of(run), args.step, "--step", args.step)
     done = run.result()
     if checkpoint is not None and done is not None and done.kind is OutcomeKind.DONE:
@@ -175,7 +175,7 @@ def _submitted(recipe: Recipe, console: Console) -> int:
 def retry_verb(args: Namespace) -> int:
     """Submit runs again, and print which. Returns 0, also if there is nothing to submit."""
     if args.outcome and args.all_failed:
-        raise ConfigError("--outcome", args.outcome, "is one of those of --all-failed", "leave one of the two out")
+        raise ConfigError("--outcome", args.outcome, "is included in --all-failed", "leave one of the two out")
     outcomes = [word.strip() for word in args.outcome.split(",") if word.strip()]
     folder = open_sweep(args.sweep, args.runs)
     with Console() as console:

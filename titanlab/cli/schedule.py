@@ -18,8 +18,8 @@ from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.sweep import aligned
 from titanlab.system import Console, counted, harmless, is_capable
-from titanlab.techniques.schedule.action import Action, Kind, Timeline, simulate
-from titanlab.techniques.schedule.contract import PipelineSchedule
+from titanlab.techniques.schedule.action import Kind, Timeline
+from titanlab.techniques.schedule.contract import PipelineSchedule, timeline_of
 from titanlab.techniques.schedule.csv_schema import write_actions
 from titanlab.techniques.schedule.plot import draw, rows
 
@@ -44,19 +44,18 @@ class Made:
     """A schedule for some ranks and microbatches."""
 
     kind: str
-    orders: list[list[Action]]
     timeline: Timeline
     microbatches: int
 
     @property
     def stages_per_rank(self) -> str:
-        return f"{len(self.timeline.placement) / len(self.orders):.4g}"
+        return f"{len(self.timeline.placement) / len(self.timeline.events):.4g}"
 
     @property
     def title(self) -> str:
         microbatches = counted(self.microbatches, "microbatch", "microbatches")
         stages = f"{self.stages_per_rank} {'stage' if self.stages_per_rank == '1' else 'stages'} a rank"
-        return f"{self.kind}: {counted(len(self.orders), 'rank')}, {microbatches}, {stages}"
+        return f"{self.kind}: {counted(len(self.timeline.events), 'rank')}, {microbatches}, {stages}"
 
     @property
     def bubble(self) -> str:
@@ -91,7 +90,7 @@ def schedule_verb(args: Namespace) -> int:
         if not args.csv.absolute().parent.is_dir():
             raise ConfigError("--csv", args.csv, "there is no such folder", "make it, or name another")
         try:
-            write_actions(args.csv, made[0].orders)
+            write_actions(args.csv, [[event.action for event in events] for events in made[0].timeline.events])
         except OSError as error:
             raise ConfigError("--csv", args.csv, f"cannot be written: {error.strerror}", "name another file") from error
     if args.plot is not None:
@@ -177,12 +176,9 @@ def _make(kind: str, args: Namespace, durations: Mapping[Kind, float]) -> Made:
     usual = config.fixed_size() or (4, 8)
     ranks, microbatches = args.ranks or usual[0], args.microbatches or usual[1]
     config.check_pipeline(ranks=ranks, microbatches=microbatches)
-    placement = config.placement(ranks=ranks)
-    orders = config.actions(ranks=ranks, microbatches=microbatches)
-    share = ranks / len(placement)  # of a rank's layers in one stage
-    of_stage = {action: share * time for action, time in durations.items()}
-    timeline = simulate(orders, placement, of_stage, transfer=args.transfer or 0.0)
-    return Made(kind=kind, orders=orders, timeline=timeline, microbatches=microbatches)
+    transfer = args.transfer or 0.0
+    timeline = timeline_of(config, ranks=ranks, microbatches=microbatches, durations=durations, transfer=transfer)
+    return Made(kind=kind, timeline=timeline, microbatches=microbatches)
 
 
 def _lines(

@@ -45,16 +45,14 @@ def status_verb(args: Namespace) -> int:
     if args.sweep is None:
         sweeps = overview(args.runs)
         text = json_text(sweeps) if args.json else "\n".join(overview_lines(sweeps, args.runs, now=time.time()))
-        with Console() as console:
-            console.note(text)
+        Console().note(text)
         return 0
     sweep = open_sweep(args.sweep, args.runs)
     look = look_at(sweep, Console().warn)
     if args.run is not None:
         return _show_runs(sweep.find([args.run]), look(), as_json=args.json)
     if args.json:
-        with Console() as console:
-            console.note(json_text(look()))
+        Console().note(json_text(look()))
     elif args.watch:
         Screen().follow(sweep.name, look)
     else:
@@ -110,8 +108,7 @@ def collect_verb(args: Namespace) -> int:
     for section in (listing.comparison, drift_lines, listing.failures, listing.gaps, listing.dropped):
         lines += [f"  {line}" for line in section(rows)]
     lines += [f"table: {os.path.relpath(path)}" for path in files]
-    with Console() as console:
-        console.note("\n".join(lines))
+    Console().note("\n".join(lines))
     return 0
 
 
@@ -119,25 +116,24 @@ def best_verb(args: Namespace) -> int:
     from titanlab.sweep import COLUMN_OF, dropped, rank, ranking_lines
 
     if args.by not in COLUMN_OF:
-        raise ConfigError("--by", args.by, "is no figure to rank by", f"known: {', '.join(COLUMN_OF)}")
+        raise ConfigError("--by", args.by, "runs cannot be ranked by it", f"known: {', '.join(COLUMN_OF)}")
     limit = args.max_memory
     if limit is not None and not (math.isfinite(limit) and limit > 0):
         raise ConfigError("--max-memory", limit, "must be a number of GiB above 0", "try --max-memory 76")
     sweep = open_sweep(args.sweep, args.runs)
     rows = look_at(sweep, Console().warn)()
     ranking = rank(rows, by=args.by, max_memory_gib=limit)
-    with Console() as console:
-        if args.json:
-            console.note(json_text({"sweep": sweep.name, **ranking.to_mapping()}))
-        else:
-            answer, *lines = ranking_lines(ranking)
-            console.note("\n".join([f"{sweep.name}: {answer}", *lines, *dropped(rows)]))
+    if args.json:
+        Console().note(json_text({"sweep": sweep.name, **ranking.to_mapping()}))
+    else:
+        answer, *lines = ranking_lines(ranking)
+        Console().note("\n".join([f"{sweep.name}: {answer}", *lines, *dropped(rows)]))
     return 0
 
 
 def report_verb(args: Namespace) -> int:
     if args.format is not None and args.figures is None:
-        raise ConfigError("--format", args.format, "is that of figures", "add --figures FOLDER")
+        raise ConfigError("--format", args.format, "is the format of figures", "add --figures FOLDER")
     sweep = open_sweep(args.sweep, args.runs)
     from titanlab.report import check_matplotlib, write_report
 
@@ -146,7 +142,7 @@ def report_verb(args: Namespace) -> int:
     into = sweep.path if args.into is None else user_path(args.into)
     if into.suffix.lower() not in (".html", ".htm") or into.is_dir():
         if into.exists() and not into.is_dir():
-            raise ConfigError("--into", into, "is a file, and its name has not the ending .html", f"try {into}.html")
+            raise ConfigError("--into", into, "must end in .html", f"try {into}.html")
         into /= f"{sweep.name}.html"
     with Console() as console:
         figures = None if args.figures is None else user_path(args.figures)
@@ -238,7 +234,7 @@ def _agrees(items: Sequence[Removable]) -> bool:
         ConfigError: there is no terminal to ask on.
     """
     if not sys.stdin.isatty():
-        rule = "nobody can be asked, for standard input is no terminal; nothing was removed"
+        rule = "standard input is not a terminal, so nobody can answer; nothing was removed"
         raise ConfigError("--yes", False, rule, "give --yes, or --dry-run to look only")
     size = data_size(sum(item.bytes for item in items))
     sys.stdout.write(f"remove {counted(len(items), 'item')}, {size}? [y/N] ")

@@ -35,7 +35,7 @@ def sweep_verb(args: Namespace) -> int:
     for first, second, rule in (
         ("dry_run", "wait", "submits nothing to wait for (--wait)"),
         ("prune", "keep", "excludes --keep"),
-        ("json", "wait", "has no table, which --wait shows"),
+        ("json", "wait", "prints no table, and --wait shows one"),
     ):
         if getattr(args, first) and getattr(args, second):
             raise ConfigError(f"--{first.replace('_', '-')}", "true", rule, "leave one out")
@@ -45,7 +45,7 @@ def sweep_verb(args: Namespace) -> int:
         return 0
     if not flags.overrides:
         cure = "try +sweeps=quickstart_layouts, or several values of a key; `titanlab sweep --help` lists the sweeps"
-        raise ConfigError("arguments", " ".join(args.rest), "say nothing of what to sweep", cure)
+        raise ConfigError("arguments", " ".join(args.rest), "do not say what to sweep", cure)
     return run_study(**vars(args))
 
 

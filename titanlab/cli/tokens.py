@@ -17,7 +17,7 @@ _PIECES = 32768
 
 def tokenize_verb(args: Namespace) -> int:
     if args.tokenizer is not None and args.vocab_size is not None:
-        rule = "is of a tokenizer that is trained, and --tokenizer names one that has its size"
+        rule = "applies to a tokenizer that is trained, and --tokenizer names one"
         raise ConfigError("--vocab-size", args.vocab_size, rule, "leave one of them out")
     with Console() as console:
         index = write_token_shards(

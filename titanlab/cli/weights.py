@@ -57,7 +57,7 @@ def _origin(args: Namespace, into: Path, console: Console) -> WeightsOrigin:
             raise ConfigError(_KEY, args.source, "there is no such folder", cure)
         folder = fetch_model(args.source, revision=args.revision, token=args.token, key=_KEY, report=console.note)
     elif args.revision is not None:
-        raise ConfigError("--revision", args.revision, "is of a model of the hub, and this is a folder", "leave it out")
+        raise ConfigError("--revision", args.revision, "applies to a model of the hub, not to a folder", "leave it out")
     check_apart(folder, into)
     if has_pickle(folder):
         if args.model is None:
@@ -83,7 +83,7 @@ def option_name(name: str | None, source: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):
             raise ConfigError("--name", name, "becomes model=NAME: letters, digits and _", "try my_model")
         if name.lower() == "null" or name in own:
-            rule = "is an option of titanlab's own" if name in own else "as model=NAME is no model"
+            rule = "is an option of titanlab's own" if name in own else "cannot be chosen: model=null means no model"
             raise ConfigError("--name", name, rule, f"try {name}_imported")
         return name
     derived = re.sub(r"[^a-z0-9]+", "_", user_path(source).absolute().name.lower()).strip("_") or "model"
@@ -100,7 +100,7 @@ def export_verb(args: Namespace) -> int:
     for key, known in (("format", _FORMATS), ("dtype", DTYPES.values()), ("names", _PREFIXES)):
         value = getattr(args, key)
         if value is not None and value not in known:
-            raise ConfigError(f"--{key}", value, "is none that can be written", f"choose one of {', '.join(known)}")
+            raise ConfigError(f"--{key}", value, "cannot be written", f"choose one of {', '.join(known)}")
     # Flags that only one format knows.
     kinds = {
         "--names": (args.names if args.names != "titanlab" else None, ("dcp",)),
@@ -110,7 +110,7 @@ def export_verb(args: Namespace) -> int:
     }
     for key, (value, formats) in kinds.items():
         if value is not None and args.format not in formats:
-            rule = f"is of --format {' or '.join(formats)}, and the format is {args.format}"
+            rule = f"applies to --format {' or '.join(formats)}, and the format is {args.format}"
             raise ConfigError(key, value, rule, "leave it out")
     with Console() as console:
         return _export_dcp(args, console) if args.format == "dcp" else _export(args, console)
@@ -132,7 +132,7 @@ def _export(args: Namespace, console: Console) -> int:
 
     if is_weights(folder):
         if args.step is not None:
-            raise ConfigError("--step", args.step, "is of a run, and this is a folder of weights", "leave it out")
+            raise ConfigError("--step", args.step, "applies to a run, not to a folder of weights", "leave it out")
         check_apart(folder, args.into)
         write(from_folder(folder, "run"))
         return 0
@@ -174,9 +174,8 @@ def generate_verb(args: Namespace) -> int:
     for name, least in (("tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
         # `not … >=`, because `nan < least` is False.
         if not getattr(args, name) >= least:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}", getattr(args, name), f"must be at least {least}", f"try {least}"
-            )
+            rule = f"must be at least {least}"
+            raise ConfigError(f"--{name.replace('_', '-')}", getattr(args, name), rule, f"try {least}")
     if args.device not in ("cpu", "cuda"):
         raise ConfigError("--device", args.device, "is no device", "try cpu or cuda")
     if args.device == "cuda" and this_host().accelerator != "cuda":

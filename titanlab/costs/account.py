@@ -280,8 +280,13 @@ class ModelAccount:
         """Number of parameters that compute one token: only the chosen share of the experts."""
         if self.experts is None:
             return self.parameter_count
-        total = sum(math.prod(shape) for name, shape in self.parameters.items() if self.is_of_experts(name))
-        return self.parameter_count - total // self.experts.count * (self.experts.count - self.experts.active)
+        idle = self.experts.count - self.experts.active
+        return self.parameter_count - self.expert_count // self.experts.count * idle
+
+    @functools.cached_property
+    def expert_count(self) -> int:
+        """Number of parameters of experts."""
+        return sum(math.prod(shape) for name, shape in self.parameters.items() if self.is_of_experts(name))
 
     def is_of_experts(self, name: str) -> bool:
         return self.experts is not None and f".{self.experts.module}." in name

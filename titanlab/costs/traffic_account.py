@@ -45,7 +45,8 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
         if step.replicas_by_ddp:
             # In a run's first step DDP has one bucket, later buckets of 25 MiB.
             size = step.account.parameter_count * step.master_bytes
-            traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate)
+            times = step.microbatches if step.reduces_each else 1
+            traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate, times=times)
         else:
             add_sharding(step, rank, number, pieces, traffic)
         add_tensor(step, pieces, traffic)
@@ -66,7 +67,8 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
 
     A part with another dtype than the rest is a separate unit, treated like the rest. The last block and the rest are
     gathered once per step; so are the other blocks if they stay gathered, else twice per microbatch. Without a
-    pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1 reduce-scatters.
+    pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1 reduce-scatters, or M·(L + 1) if
+    each microbatch reduces. Replicas sum once per step.
     """
     blocks = [(piece,) for piece in pieces if is_in_block(piece)]
     edges = [piece for piece in pieces if not is_in_block(piece)]
@@ -81,6 +83,7 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
         dense = [name for name in names if name not in experts]
         compute, reduce = (4, 4) if unit[0] in step.fp32_parts else (step.compute_bytes, step.reduce_bytes)
         times = gathers(step, number, reshards=step.reshards and unit in blocks[:-1])
+        each = step.reduces_each and (unit in blocks or not step.orders)
         for axis, ranks, members in (
             ("fsdp", step.layout.fsdp, dense),
             ("expert_shard", step.layout.expert_shard, experts),
@@ -91,7 +94,8 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
             size = sum(elements.values())
             gathered = sum(n * (1 if name in step.float8_gathered else compute) for name, n in elements.items())
             traffic.add(step.axis(axis), "all_gather", gathered, ranks=ranks, times=times)
-            traffic.add(step.axis(axis), step.scatter, size * reduce, ranks=ranks)
+            scatters = step.microbatches if each else 1
+            traffic.add(step.axis(axis), step.scatter, size * reduce, ranks=ranks, times=scatters)
             if step.layout.replicate > 1:
                 shard = size // ranks * reduce
                 traffic.add(step.axis("replicate"), "all_reduce", shard, ranks=step.layout.replicate)
@@ -304,6 +308,7 @@ class Step:
         float8_gathered: names of the parameters that FSDP2 gathers in one byte per element.
         mixed: parameters are cast before they compute; then FSDP2 replicates instead of DDP.
         reshards: blocks free gathered parameters between forward and backward.
+        reduces_each: gradients are reduced after each microbatch; in a pipeline, only those of blocks.
         sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
         loss_chunk: tokens for which the loss is computed at once; 0: all of a microbatch.
         pads_chunks: the last chunk is as large as the others.
@@ -327,6 +332,7 @@ class Step:
     float8_gathered: Collection[str] = ()
     mixed: bool = False
     reshards: bool = True
+    reduces_each: bool = False
     sequence_parallel: bool = True
     loss_parallel: bool = True
     loss_chunk: int = 0

@@ -45,12 +45,8 @@ def root() -> Path:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        raise ConfigError(
-            VARIABLE,
-            folder,
-            f"cannot be written ({error.strerror})",
-            f"export {VARIABLE}=<a folder you can write to>",
-        ) from error
+        rule = f"cannot be written ({error.strerror})"
+        raise ConfigError(VARIABLE, folder, rule, f"export {VARIABLE}=<a folder you can write to>") from error
     return folder
 
 
@@ -141,12 +137,9 @@ def _writable(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG):
             raise
-        raise ConfigError(
-            VARIABLE,
-            folder.parent,
-            f"prepared data cannot be written here ({error.strerror})",
-            f"make room, or export {VARIABLE}=<a folder you can write to>",
-        ) from error
+        rule = f"prepared data cannot be written here ({error.strerror})"
+        cure = f"make room, or export {VARIABLE}=<a folder you can write to>"
+        raise ConfigError(VARIABLE, folder.parent, rule, cure) from error
 
 
 WHOLE_BYTES = 256 << 20

@@ -129,10 +129,6 @@ class DataSource(Protocol):
         g % ranks, so the order is the same for any number of ranks.
 
         Args:
-            seq_len: tokens in a sequence.
-            global_batch: sequences in a step, over all ranks; a multiple of `ranks`.
-            rank: data-parallel rank.
-            ranks: number of data-parallel ranks.
             state: the position to resume from: the merged states of all ranks, whose number may differ from `ranks`.
 
         Raises:
@@ -243,7 +239,6 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
     """Check that a saved state belongs to the stream that resumes from it.
 
     Args:
-        state: merged results of `Stream.state`.
         now: values of the stream that resumes, under their names in the state.
 
     Raises:
@@ -256,12 +251,9 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
             raise damaged(name, state.get(name), f"must be of the type of {value}")
     for name, value in now.items():
         if state[name] != value:
-            raise ConfigError(
-                keys.get(name, "data"),
-                value,
-                f"the checkpoint stands in the data of {name} {state[name]}",
-                "resume with the data, seed and sequence length it was made with, or start a new run",
-            )
+            rule = f"the checkpoint stands in the data of {name} {state[name]}"
+            cure = "resume with the data, seed and sequence length it was made with, or start a new run"
+            raise ConfigError(keys.get(name, "data"), value, rule, cure)
     samples = state.get("samples")
     if not is_count(samples):
         raise damaged("samples", samples, "must be a whole number from 0")

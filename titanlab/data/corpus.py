@@ -133,9 +133,8 @@ class Corpus:
             if not isinstance(error, OSError) or error.errno is None:
                 kind = file.suffix.lower() or "compressed"
                 raise ConfigError(self.key, file, f"is no whole {kind} file ({error})", "fetch it again") from error
-            raise ConfigError(
-                self.key, file, f"cannot be read ({error.strerror or error})", "check the file and its permissions"
-            ) from error
+            rule = f"cannot be read ({error.strerror or error})"
+            raise ConfigError(self.key, file, rule, "check the file and its permissions") from error
 
     @contextlib.contextmanager
     def _opened(self, file: Path) -> Iterator[io.BufferedReader]:
@@ -173,9 +172,8 @@ class Corpus:
                 except UnicodeDecodeError as error:
                     raise self._not_utf8(f"{file}:{number}") from error
                 except ValueError as error:
-                    raise ConfigError(
-                        self.key, f"{file}:{number}", f"is not JSON ({error})", "one JSON object a line is expected"
-                    ) from error
+                    cure = "one JSON object a line is expected"
+                    raise ConfigError(self.key, f"{file}:{number}", f"is not JSON ({error})", cure) from error
                 yield self._field(row, f"{file}:{number}")
 
     def _field(self, row: Any, place: str) -> str:
@@ -202,9 +200,8 @@ class Corpus:
                     rule = f"is the name of {names.count(self.text_field)} columns in {file}"
                     raise ConfigError(self.field_key, self.text_field, rule, "write the file again with other names")
                 if self.text_field not in names:
-                    raise ConfigError(
-                        self.field_key, self.text_field, f"is not in {file}", f"its columns are: {', '.join(names[:8])}"
-                    )
+                    rule = f"is not in {file}"
+                    raise ConfigError(self.field_key, self.text_field, rule, f"its columns are: {', '.join(names[:8])}")
                 kind = table.schema_arrow.field(self.text_field).type
                 if arrow.types.is_dictionary(kind):
                     kind = kind.value_type
@@ -213,9 +210,8 @@ class Corpus:
                 for batch in table.iter_batches(batch_size=1024, columns=[self.text_field]):
                     yield from (text or "" for text in batch.column(0).to_pylist())
         except (arrow.ArrowException, UnicodeDecodeError) as error:
-            raise ConfigError(
-                self.key, file, f"is no readable parquet ({str(error)[:80]})", "write it again, or leave it out"
-            ) from error
+            rule = f"is no readable parquet ({str(error)[:80]})"
+            raise ConfigError(self.key, file, rule, "write it again, or leave it out") from error
 
     def _not_utf8(self, place: str) -> ConfigError:
         return ConfigError(self.key, place, "is not UTF-8 text", "convert it with iconv -t UTF-8, or leave it out")

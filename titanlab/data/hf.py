@@ -229,12 +229,9 @@ class StreamDocuments:
 
     def _begin_epoch(self) -> None:
         if not self._kept:
-            raise ConfigError(
-                "data.streams",
-                self._config.streams,
-                f"stream {self._number} has no document: the dataset is too small for so many",
-                f"try data.streams={max(1, self._files // 2)}",
-            )
+            rule = f"stream {self._number} has no document: the dataset is too small for so many"
+            cure = f"try data.streams={max(1, self._files // 2)}"
+            raise ConfigError("data.streams", self._config.streams, rule, cure)
         self._epoch, self._seen, self._kept = self._epoch + 1, 0, 0
         self._open(None)
 
@@ -251,14 +248,12 @@ def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
 def text_of(row: dict[str, Any], config: HuggingFace) -> str:
     """The text of a row; empty if it is null."""
     if config.text_field not in row:
-        raise ConfigError(
-            "data.text_field", config.text_field, f"is no column of {config.path}", f"it has: {', '.join(row)[:80]}"
-        )
+        rule = f"is no column of {config.path}"
+        raise ConfigError("data.text_field", config.text_field, rule, f"it has: {', '.join(row)[:80]}")
     text = row[config.text_field]
     if text is not None and not isinstance(text, str):
-        raise ConfigError(
-            "data.text_field", config.text_field, f"holds {type(text).__name__}, no text", "name another column"
-        )
+        rule = f"holds {type(text).__name__}, no text"
+        raise ConfigError("data.text_field", config.text_field, rule, "name another column")
     return whole_characters(text or "")
 
 
@@ -304,13 +299,11 @@ def _explained(error: Exception, config: HuggingFace, split: str, key: str) -> C
     if "BuilderConfig" in message or "Config name is missing" in message:
         return ConfigError("data.name", config.name, f"does not fit {config.path} ({message})", "name another")
     if kinds & {"DatasetNotFoundError", "FileNotFoundError", "DataFilesNotFoundError", "EmptyDatasetError"}:
-        return ConfigError(
-            "data.path", config.path, f"was not found ({message})", "check the name; a gated dataset needs HF_TOKEN"
-        )
+        rule = f"was not found ({message})"
+        return ConfigError("data.path", config.path, rule, "check the name; a gated dataset needs HF_TOKEN")
     if kinds & {"ConnectionError", "OSError", "OfflineModeIsEnabled", "HTTPError", "TimeoutException"}:
-        return ConfigError(
-            "data.path", config.path, f"cannot be reached ({message})", "check the network, or try data=stdlib"
-        )
+        rule = f"cannot be reached ({message})"
+        return ConfigError("data.path", config.path, rule, "check the network, or try data=stdlib")
     return ConfigError("data.path", config.path, f"cannot be opened ({message})", "check path, name and data_files")
 
 
@@ -322,9 +315,8 @@ def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any]
         raise
     except Exception as error:
         message = " ".join(str(error).split())[:160]
-        raise ConfigError(
-            "data.path", config.path, f"has a part that cannot be read ({message})", "check its files"
-        ) from error
+        rule = f"has a part that cannot be read ({message})"
+        raise ConfigError("data.path", config.path, rule, "check its files") from error
 
 
 def _rows(dataset: Any) -> Any:

@@ -198,7 +198,6 @@ class HeldOutRows:
     """Rows of a validation split, spread evenly over it; see `contract.Rows`.
 
     Args:
-        split: of held-out tokens.
         sequences: number of rows over all ranks; fewer if the split has fewer.
         rank, ranks: row j belongs to rank j % ranks. Every rank has the same number of rows: if `ranks` does not
             divide them, the last rows are padding, with `IGNORE` as every label.

@@ -105,7 +105,6 @@ def download_tokenizer(
     """Fetch the tokenizer of a model on the hub into a folder.
 
     Args:
-        repo: the model's name, such as `meta-llama/Llama-3.1-8B`.
         folder: made if it does not exist; files of the same names are replaced after all files have been fetched.
         token: access token of the hub, for gated models; None: `HF_TOKEN` or the token that `hf auth login` saved.
 
@@ -124,9 +123,8 @@ def download_tokenizer(
             Path(temporary, tokenizers.ORIGINAL).rename(Path(temporary, "tokenizer.model"))
             fetched.append("tokenizer.model")
         if not set(fetched) & set(_NEEDED):
-            raise ConfigError(
-                "repo", repo, f"has neither {' nor '.join(_NEEDED)}", "name a model whose files include one of them"
-            )
+            rule = f"has neither {' nor '.join(_NEEDED)}"
+            raise ConfigError("repo", repo, rule, "name a model whose files include one of them")
         # Before any file is replaced, one of the fetched files must load as a tokenizer.
         problems = []
         for name in sorted(set(fetched) & set(_NEEDED)):
@@ -142,9 +140,8 @@ def download_tokenizer(
             for file in fetched:
                 write_bytes(folder / file, Path(temporary, file).read_bytes())
         except OSError as error:
-            raise ConfigError(
-                "--folder", folder, f"cannot be written ({error.strerror})", "name a folder you can write to"
-            ) from error
+            rule = f"cannot be written ({error.strerror})"
+            raise ConfigError("--folder", folder, rule, "name a folder you can write to") from error
     tokenizer = tokenizers.load(folder / name, "folder")
     report(f"{folder / name}: {tokenizer.vocab_size:,} tokens")
     return folder / name

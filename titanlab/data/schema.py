@@ -35,19 +35,11 @@ class Text(DataConfig):
 
     def __post_init__(self) -> None:
         if self.vocab_size < SMALLEST_VOCABULARY:
-            raise ConfigError(
-                "data.vocab_size",
-                self.vocab_size,
-                f"must be at least {SMALLEST_VOCABULARY}: all bytes, special tokens and some characters",
-                "try 2048",
-            )
+            rule = f"must be at least {SMALLEST_VOCABULARY}: all bytes, special tokens and some characters"
+            raise ConfigError("data.vocab_size", self.vocab_size, rule, "try 2048")
         if not 0 <= self.validation_fraction <= 0.5:
-            raise ConfigError(
-                "data.validation_fraction",
-                self.validation_fraction,
-                "must be between 0 and 0.5",
-                "try 0.01, or 0 to hold nothing out",
-            )
+            cure = "try 0.01, or 0 to hold nothing out"
+            raise ConfigError("data.validation_fraction", self.validation_fraction, "must be between 0 and 0.5", cure)
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", absolute(self.tokenizer))
 
@@ -77,9 +69,8 @@ class Files(Text):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.files.strip():
-            raise ConfigError(
-                "data.files", self.files, "names no file", "give a file, a folder or a glob: data.files=corpus/*.jsonl"
-            )
+            cure = "give a file, a folder or a glob: data.files=corpus/*.jsonl"
+            raise ConfigError("data.files", self.files, "names no file", cure)
         if "://" in self.files:
             rule, cure = "is an address, and files are read from folders of this host", "copy it here, or try data=hf"
             raise ConfigError("data.files", self.files, rule, cure)
@@ -144,39 +135,30 @@ class HuggingFace(Text):
     data_files: tuple[str, ...] = field(default=(), metadata={"identity": False})
     split: str = "train"
     validation_split: str | None = None
-    validation_documents: int = 1000
+    validation_documents: int = field(default=1000, metadata={"least": 0})
     text_field: str = "text"
-    streams: int = 24
-    prefetch: int = field(default=2, metadata={"identity": False})
+    streams: int = field(default=24, metadata={"least": 1})
+    prefetch: int = field(default=2, metadata={"identity": False, "least": 0})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.path.strip():
-            raise ConfigError(
-                "data.path", self.path, "names no dataset", "give one of the hub, such as data.path=allenai/c4"
-            )
-        for name, least in (("streams", 1), ("validation_documents", 0), ("prefetch", 0)):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"data.{name}", value, f"must be at least {least}", f"try {self._default(name)}")
-        for name in ("split", "text_field"):
+            cure = "give one of the hub, such as data.path=allenai/c4"
+            raise ConfigError("data.path", self.path, "names no dataset", cure)
+        for name, usual in (("split", "train"), ("text_field", "text")):
             if not getattr(self, name):
-                raise ConfigError(f"data.{name}", "", "must not be empty", f"try {self._default(name)}")
+                raise ConfigError(f"data.{name}", "", "must not be empty", f"try {usual}")
         if self.path == "pandas":
             # Earlier versions of `datasets` unpickle the files.
             raise ConfigError("data.path", self.path, "reads pickles, which can run code", "convert them to parquet")
         if self.path in LOCAL_BUILDERS:
             if not self.data_files:
-                raise ConfigError(
-                    "data.data_files", [], f"path={self.path} needs files", "try 'data.data_files=[corpus/*.jsonl]'"
-                )
+                cure = "try 'data.data_files=[corpus/*.jsonl]'"
+                raise ConfigError("data.data_files", [], f"path={self.path} needs files", cure)
             files = tuple(file if "://" in file else absolute(file) for file in self.data_files)
             object.__setattr__(self, "data_files", files)
         elif os.path.isdir(os.path.expanduser(self.path)):
             object.__setattr__(self, "path", absolute(self.path))
-
-    def _default(self, name: str) -> object:
-        return type(self).__dataclass_fields__[name].default
 
     def implementation(self) -> DataSource:
         from titanlab.data.hf import HuggingFaceSource
@@ -202,12 +184,8 @@ class TokenFolder(DataConfig):
 
     def __post_init__(self) -> None:
         if not self.folder.strip():
-            raise ConfigError(
-                "data.folder",
-                self.folder,
-                "names no folder",
-                "make one with `titanlab tokenize`: data.folder=<it>",
-            )
+            cure = "make one with `titanlab tokenize`: data.folder=<it>"
+            raise ConfigError("data.folder", self.folder, "names no folder", cure)
         object.__setattr__(self, "folder", absolute(self.folder))
 
     def implementation(self) -> DataSource:
@@ -234,13 +212,11 @@ class Synthetic(DataConfig):
     vocab_size: int = 2048
     gaps: bool = field(default=False, metadata={"before": False})
     document_mask: bool = field(default=False, metadata={"before": False})
-    document_tokens: int = field(default=256, metadata={"before": 256})
+    document_tokens: int = field(default=256, metadata={"before": 256, "least": 1})
 
     def __post_init__(self) -> None:
         if not 2 <= self.vocab_size <= 2**31:
             raise ConfigError("data.vocab_size", self.vocab_size, "must be between 2 and 2147483648", "try 2048")
-        if self.document_tokens < 1:
-            raise ConfigError("data.document_tokens", self.document_tokens, "must be at least 1", "try 256")
 
     def implementation(self) -> DataSource:
         from titanlab.data.synthetic import SyntheticSource

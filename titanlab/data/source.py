@@ -92,24 +92,17 @@ def open_validation(config: DataConfig, *, seq_len: int, sequences: int, rank: i
 def check_vocab_size(of_model: int, of_data: int) -> None:
     """Check that the model's embedding has a row for every token."""
     if of_model < of_data:
-        raise ConfigError(
-            "model.vocab_size",
-            of_model,
-            f"is smaller than the {of_data} tokens of the data's vocabulary",
-            f"try model.vocab_size={of_data}",
-        )
+        rule = f"is smaller than the {of_data} tokens of the data's vocabulary"
+        raise ConfigError("model.vocab_size", of_model, rule, f"try model.vocab_size={of_data}")
 
 
 def check_sequences(index: ShardIndex, seq_len: int) -> None:
     """Check that there is at least one sequence to train on: a file of `seq_len` + 1 tokens."""
     if index.sequences("train", seq_len) < 1:
         longest = max((shard.tokens for shard in index.train), default=0)
-        raise ConfigError(
-            "training.seq_len",
-            seq_len,
-            f"the corpus is shorter than one sequence: it has {index.tokens('train')} tokens to train on",
-            f"try {longest - 1} or less, or give more text" if longest > 1 else "give more text",
-        )
+        rule = f"the corpus is shorter than one sequence: it has {index.tokens('train')} tokens to train on"
+        cure = f"try {longest - 1} or less, or give more text" if longest > 1 else "give more text"
+        raise ConfigError("training.seq_len", seq_len, rule, cure)
 
 
 def check_validation(index: ShardIndex | None, key: str, value: object) -> None:

@@ -280,7 +280,7 @@ def write_token_shards(
         )
         try:
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise ConfigError("folder", folder, "is there already", "name another, or remove it")
+                raise ConfigError("folder", folder, "exists already", "name another, or remove it")
             folder.parent.mkdir(parents=True, exist_ok=True)
             with cache.beside(folder, f".{folder.name}.making-") as temporary:
                 return make_shards(temporary, corpus, config, fingerprint=fingerprint, report=report)

@@ -342,9 +342,8 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
             raise ConfigError(self._key, self.file, rule, f"fetch it again, or the model's {_JSON}") from error
         if len(ranks) in _OTHERS:
             rule = f"is in tiktoken's format and has the {len(ranks):,} ranks of {_OTHERS[len(ranks)]}; "
-            raise ConfigError(
-                self._key, self.file, f"{rule}only Llama 3's can be read", f"give the {_JSON} of that model"
-            )
+            rule = f"{rule}only Llama 3's can be read"
+            raise ConfigError(self._key, self.file, rule, f"give the {_JSON} of that model")
         # The library's tokens are strings: as in GPT-2, one character stands for each byte.
         characters = _characters()
         texts = {token: "".join(characters[byte] for byte in token) for token in ranks}

@@ -22,7 +22,6 @@ class Check:
     """A probe, and how long it may take.
 
     Attributes:
-        section: the part of the report.
         name: shown if the probe does not answer.
         find: returns findings, or raises any error.
         seconds: time limit. A function that hangs, for example in a file system that does not answer, is abandoned.
@@ -40,7 +39,6 @@ def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
     """The checks of `titanlab doctor`.
 
     Args:
-        runs: the folder of runs.
         launch: the launcher that the user has named; None: check all launchers with their defaults.
     """
     needs_shared = launch is not None and not launch.runs_here

@@ -15,6 +15,7 @@ from .contract import launch_of as launch_of
 from .evidence import bad_hosts as bad_hosts
 from .evidence import clear_bad_hosts as clear_bad_hosts
 from .evidence import host_names as host_names
+from .evidence import may_work as may_work
 from .evidence import memory_kills as memory_kills
 from .execute import continue_run as continue_run
 from .execute import prepare as prepare

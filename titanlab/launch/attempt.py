@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from titanlab.checkpoint import (
     DamagedCheckpoint,
@@ -38,6 +37,7 @@ from titanlab.distributed import (
     world_of,
 )
 from titanlab.errors import ConfigError
+from titanlab.launch.evidence import may_work
 from titanlab.launch.launchers import given_cores
 from titanlab.recipe import LaunchSettings, Recipe, adapted, check_all_but_data, resolve, to_mapping
 from titanlab.records import (
@@ -46,7 +46,6 @@ from titanlab.records import (
     Outcome,
     OutcomeKind,
     RunFolder,
-    Status,
     collect,
     from_exit,
     metrics_of,
@@ -56,69 +55,91 @@ from titanlab.records import (
     says_oom,
     text_at_end,
 )
-from titanlab.system import StoreFault, born_at, disk_fault, process_start, tells_of_disk, write_json
+from titanlab.system import StoreFault, disk_fault, tells_of_disk, write_json
 
 if TYPE_CHECKING:
     from titanlab.launch.job import Job
 
-# Processes of an attempt whose launcher was killed may still write, see `close_dead`. Processes of another host cannot
-# be seen, and its file system may have no locks: for these, wait longer than a first step may take.
-_SILENT_HERE_SECONDS = 10.0
+# Ranks of an attempt whose launcher was killed may still write for this time, see `close_dead`. Those of another host
+# cannot be seen: for these, wait longer than a first step may take.
+_HERE_SECONDS = 10.0
 _SILENT_SECONDS = 2 * 3600.0
 _EARLIER_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 _RESUMABLE = "; the run can be resumed"
 
 
-class Group(Protocol):
+class Group:
     """The ranks of a claimed run, as seen by the process that makes its attempts.
 
-    Attributes:
+    Args:
         processes: of the run on this host; None: all of them.
-        checkpoint: the checkpoint that the user has chosen for the next attempt; None: the newest.
+        job: of this process; None: it belongs to no job.
+        checkpoint: that the user has chosen for the next attempt; None: the newest.
+
+    Attributes:
         restart: why the ranks start again, once they do.
+        has_lost_nodes: whether the last attempt has lost a node of the job.
+        fixed: ranks that cannot be left out.
     """
 
-    started_by: str
-    processes: int | None
-    checkpoint: Place | None
-    restart: Restart | None
+    has_lost_nodes = False
+    fixed: tuple[int, ...] = ()
 
-    @property
-    def job(self) -> Job | None:
-        """The job of this process; None: it belongs to no job."""
+    def __init__(
+        self,
+        run: RunFolder,
+        report: Callable[[str], None],
+        *,
+        started_by: str,
+        processes: int | None,
+        job: Job | None = None,
+        checkpoint: Place | None = None,
+    ) -> None:
+        self.run, self.report, self.started_by, self.processes = run, report, started_by, processes
+        self.job, self.checkpoint = job, checkpoint
+        self.restart: Restart | None = None
+        self._restarts: Restarts | None = None
 
-    def report(self, line: str, /) -> None:
-        """Tell the user something."""
+    def make_attempts(self) -> Outcome:
+        """Make attempts until the ranks do not start again. Returns the last outcome."""
+        while True:
+            try:
+                recipe = self.next_recipe()
+                attempt = begin(self.run, recipe, self)
+            except Exception as error:
+                return self.refused(error)
+            if self.job is not None:
+                self.job.note(attempt)
+            if self.restart is not None:
+                self.restart.note(self.run, attempt)
+            outcome = self.attempted(attempt, recipe)
+            if not self.goes_on_after(outcome, recipe):
+                return outcome
 
     def next_recipe(self) -> Recipe:
         """The recipe of the next attempt, after every check."""
+        raise NotImplementedError
 
     def refused(self, error: Exception) -> Outcome:
         """Record that the next attempt cannot begin, or raise the error."""
+        raise NotImplementedError
 
     def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
         """Start the ranks of an attempt that has begun, wait for their end, and record the outcome."""
+        raise NotImplementedError
 
     def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
         """Decide whether the ranks start again, perhaps with another recipe."""
+        raise NotImplementedError
 
-
-def make_attempts(run: RunFolder, group: Group) -> Outcome:
-    """Make attempts at a claimed run until its ranks do not start again. Returns the last outcome."""
-    while True:
-        try:
-            recipe = group.next_recipe()
-            attempt = begin(run, recipe, group)
-        except Exception as error:
-            return group.refused(error)
-        if group.job is not None:
-            group.job.note(attempt)
-        if group.restart is not None:
-            group.restart.note(run, attempt)
-        outcome = group.attempted(attempt, recipe)
-        if not group.goes_on_after(outcome, recipe):
-            return outcome
+    def decided(self, outcome: Outcome, recipe: Recipe, *, lost: str = "", usable: int | None = None) -> str | None:
+        """Decide as `Restarts` does, and tell the user. Returns why the ranks do not start again; None: they do."""
+        self._restarts = self._restarts or Restarts(self.run, recipe.launch, fixed=self.fixed)
+        self.restart, why_not = self._restarts.after(outcome, recipe, lost=lost, usable=usable)
+        if line := why_not if self.restart is None else self.restart.why:
+            self.report(line)
+        return None if self.restart is not None else why_not
 
 
 def begin(run: RunFolder, recipe: Recipe, group: Group) -> int:
@@ -222,11 +243,9 @@ def close_dead(run: RunFolder) -> None:
     """
     status = run.known_status()
     # A job's launcher would know more.
-    is_open = run.newest_attempt() > 0 and run.result() is None
-    if status is None or run.job() is not None or not is_open or _works(status):
+    if status is None or run.job() is not None or not run.newest_attempt() or run.result() is not None:
         return
-    is_here = status.host == socket.gethostname()
-    if time.time() - status.updated >= (_SILENT_HERE_SECONDS if is_here else _SILENT_SECONDS):
+    if not may_work(status, silent_seconds=_SILENT_SECONDS, here_seconds=_HERE_SECONDS):
         with run.claim():
             _close(run)
 
@@ -240,7 +259,7 @@ def close_earlier(run: RunFolder) -> None:
         ConfigError: the ranks do not end.
     """
     end = time.monotonic() + _EARLIER_SECONDS
-    while (status := run.known_status()) is not None and _works(status):
+    while (status := run.known_status()) is not None and may_work(status, silent_seconds=0.0):
         if time.monotonic() > end:
             rule = f"its launcher is gone, and process {status.pid} still works on it"
             raise ConfigError("run", run.path, rule, f"wait for it, or kill it: kill -9 {status.pid}")
@@ -264,15 +283,6 @@ def _close(run: RunFolder) -> None:
     if (reason := read_stop(run.attempt_folder(attempt))) is not None:
         kind, cause = reason.kind, f"{reason.cause.removesuffix(_RESUMABLE)}; it ended before it had saved"
     run.write_result(with_progress(run, Outcome(kind=kind, attempt=attempt, cause=f"{cause}{_RESUMABLE}")))
-
-
-def _works(status: Status) -> bool:
-    """Whether the process that has written a status lives on this host, and the run has not ended."""
-    if status.state in ("prepared", "ended") or status.host != socket.gethostname() or status.pid == os.getpid():
-        return False
-    # A later process may have the same number.
-    start = process_start(status.pid)
-    return born_at(status.pid) is not None and (start is None or start <= status.updated)
 
 
 def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
@@ -330,10 +340,13 @@ def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: Kil
 
 
 def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
-    """The outcome, with the last step of its attempt that any record shows."""
+    """The outcome, with the last step of its attempt that any record shows.
+
+    Outside any attempt (0) a run neither gains nor loses steps: it keeps those and the figures of its last attempt.
+    """
     # The status may be a second old, and not every step has a row of metrics.
-    status = run.known_status()
-    status = status if status is not None and status.attempt == outcome.attempt else None
+    status, earlier = run.known_status(), None if outcome.attempt else run.result()
+    status = status if status is not None and outcome.attempt in (0, status.attempt) else None
     rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
     first_steps = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
     saved = None
@@ -342,7 +355,7 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
         saved = latest(checkpoints_of(run))
     steps = [outcome.step, status.step if status else 0, step_of(saved) if saved else 0, *first_steps]
     steps += [row["step"] for row in rows]
-    last = metrics_of(rows[-1]) if rows else outcome.metrics
+    last = metrics_of(rows[-1]) if rows else earlier.metrics if earlier else {}
     return replace(outcome, step=max(steps), steps=status.steps if status else None, metrics=outcome.metrics or last)
 
 

@@ -299,7 +299,8 @@ class Launcher(Protocol):
         """Run `titanlab.launch.rank FOLDER` as `world` ranks and wait until they end (`LaunchConfig.starts_directly`).
 
         The caller holds stop signals until this returns, so that the end of the ranks is recorded. To let the ranks
-        save and end, this method installs its own handlers, which forward the signals.
+        save and end, this method installs its own handlers, which forward the signals, and at its end raises these
+        signals again for the caller.
 
         Args:
             attempt: the number of the attempt, which has begun.

@@ -14,16 +14,35 @@ import contextlib
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titanlab.distributed import memory_groups
-from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, loaded, text_at_end
-from titanlab.system import open_to_write, read_text, user_path, write_text
+from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, Status, loaded, text_at_end
+from titanlab.system import born_at, open_to_write, process_start, read_text, user_path, write_text
 
 _ROOT = Path("/")
+
+
+def may_work(status: Status | None, *, silent_seconds: float, here_seconds: float = 0.0) -> bool:
+    """Whether the process that has written a status of another process may still work on the run.
+
+    Args:
+        silent_seconds: a process of another host, which cannot be seen, counts for this time after its last status.
+        here_seconds: the same for a process of this host that has ended: other ranks may live.
+    """
+    if status is None or status.state in ("prepared", "ended"):
+        return False
+    is_here = status.host == socket.gethostname()
+    if is_here and status.pid != os.getpid() and born_at(status.pid) is not None:
+        # A later process may have the same number.
+        start = process_start(status.pid)
+        if start is None or start <= status.updated:
+            return True
+    return time.time() - status.updated < (here_seconds if is_here else silent_seconds)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ from titanlab.data import source
 from titanlab.distributed import Ranks, check_host, held_signals, stopped_before_start, this_host
 from titanlab.launch import processes
 from titanlab.launch.attempt import (
-    Restart,
-    Restarts,
+    Group,
     close_earlier,
     conclude,
     go_back,
     keep_tokenizer,
-    make_attempts,
     missed_checkpoint,
     with_progress,
 )
@@ -157,7 +155,8 @@ def continue_run(
         return done
     if ranks is not None and ranks.rank > 0:
         # Only rank 0 writes records.
-        failures = processes.start_one(run.path, ranks, config=to_mapping(recipe))
+        with held_signals():
+            failures = processes.start_one(run.path, ranks, config=to_mapping(recipe))
         return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         close_earlier(run)
@@ -167,10 +166,10 @@ def continue_run(
             put_aside = go_back(run, recipe, checkpoint, console.note)
         started_by = ranks.started_by if ranks else launch_of(recipe).kind
         here = RanksHere(run, recipe, ranks, console, started_by=started_by, checkpoint=checkpoint, put_aside=put_aside)
-        return make_attempts(run, here)
+        return here.make_attempts()
 
 
-class RanksHere:
+class RanksHere(Group):
     """The ranks of a run that this process starts: all of them, or the one that torchrun or srun has made it.
 
     Args:
@@ -178,9 +177,6 @@ class RanksHere:
         put_aside: the checkpoints after the chosen one, which were renamed.
         job: the job of this process, if it runs all ranks: a check that prevents its attempt then gives a result.
     """
-
-    # All ranks are on this node: if it is lost, so is this process.
-    has_lost_nodes = False
 
     def __init__(
         self,
@@ -194,22 +190,20 @@ class RanksHere:
         put_aside: Sequence[Place] = (),
         job: Job | None = None,
     ) -> None:
-        self._run, self._recipe, self._ranks, self._console, self.job = run, recipe, ranks, console, job
-        self.checkpoint, self._put_aside, self.started_by, self.report = checkpoint, put_aside, started_by, console.warn
-        self.processes = ranks.local_world if ranks else None
-        self._restarts: Restarts | None = None
-        self.restart: Restart | None = None
+        processes = ranks.local_world if ranks else None
+        super().__init__(run, console.warn, started_by=started_by, processes=processes, job=job, checkpoint=checkpoint)
+        self._recipe, self._ranks, self._console, self._put_aside = recipe, ranks, console, put_aside
         self._held: list[tuple[int, float]] = []
 
     def next_recipe(self) -> Recipe:
         if self.restart is not None:
             return self.restart.recipe
-        if self.checkpoint is None and (missed := missed_checkpoint(self._run)):
+        if self.checkpoint is None and (missed := missed_checkpoint(self.run)):
             self._console.note(missed)
         if self._recipe is None:
             assert self.job is not None
             self.job.check_code()
-            check_unedited(self._run)
+            check_unedited(self.run)
             # A scheduler may have started the process that submitted, not this one.
             recipe = from_mapping(self.job.config())
             self._recipe = prepare([recipe], self._console.note, started=True, environ={})[0].recipe
@@ -221,7 +215,7 @@ class RanksHere:
         return self.job.refused(error, self.job.config())
 
     def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
-        run, console, ranks, job = self._run, self._console, self._ranks, self.job
+        run, console, ranks, job = self.run, self._console, self._ranks, self.job
         # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
         # records why another rank has failed.
         with held_signals() as self._held:
@@ -255,15 +249,9 @@ class RanksHere:
 
     def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
         # torchrun has its own restarts; a signal means that somebody wants the run to end.
-        if self._held or self._ranks is not None:
+        if self._held or self._ranks is not None or self.decided(outcome, recipe) is not None:
             return False
-        self._restarts = self._restarts or Restarts(self._run, launch_of(recipe))
-        self.restart, why_not = self._restarts.after(outcome, recipe)
-        if self.restart is None:
-            if why_not:
-                self.report(why_not)
-            return False
-        self.report(self.restart.why)
+        assert self.restart is not None
         if self.restart.left_out is not None and recipe.cluster.accelerator == "cuda":
             processes.hide_device(self.restart.left_out)
         self.checkpoint, self._put_aside = None, ()

@@ -23,13 +23,11 @@ from typing import Any
 import msgspec
 
 import titanlab
-from titanlab.checkpoint import Place
 from titanlab.data import source
 from titanlab.distributed import ALONE, LOG, ONE_REQUEST_SECONDS, Ranks, check_host, free_port, look_seconds, this_host
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch.attempt import (
-    Restart,
-    Restarts,
+    Group,
     change,
     conclude,
     keep_tokenizer,
@@ -326,7 +324,7 @@ def _listed(noun: str, what: Sequence[object]) -> str:
 _WITH_A_LOSS = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
 
 
-class RankGroup:
+class RankGroup(Group):
     """The ranks of one start of a job, as rank 0 sees them.
 
     Attributes:
@@ -334,24 +332,24 @@ class RankGroup:
         members: ranks of the job that take part; empty: all of them.
     """
 
+    # Its task writes the records.
+    fixed = (0,)
+
     def __init__(self, job: Job, report: Callable[[str], None]) -> None:
-        self.job, self.report = job, report
-        self._restarts: Restarts | None = None
-        self.restart: Restart | None = None
+        place = job.place
+        super().__init__(job.run, report, started_by=place.launcher, processes=place.ranks.local_world, job=job)
+        self.job: Job = job
         self._left_out: set[int] = set()
         self._loss = Loss()
         self._meeting_place = ("", 0)
         self.round = 0
         self.members: tuple[int, ...] = ()
-        self.started_by = job.place.launcher
-        self.processes: int | None = job.place.ranks.local_world
-        self.checkpoint: Place | None = None
 
     def next_recipe(self) -> Recipe:
         self.job.check_code()
         recipe = self.recipe()
         self._meeting_place = address_of(self.job.launcher, self.job.place, os.environ), port_of(os.environ)
-        if (missed := missed_checkpoint(self.job.run)) is not None:
+        if (missed := missed_checkpoint(self.run)) is not None:
             self.report(missed)
         return recipe
 
@@ -366,7 +364,7 @@ class RankGroup:
         """
         if self.restart is not None:
             return self.restart.recipe
-        check_unedited(self.job.run)
+        check_unedited(self.run)
         recipe: Recipe = from_mapping(self.job.config())
         world, least = self.job.place.ranks.world, recipe.launch.min_world
         if least is None or world >= recipe.layout.world:
@@ -374,7 +372,7 @@ class RankGroup:
         smaller = reduced(recipe, world, least)
         if smaller is None:
             rule = f"has {recipe.layout.world} processes, the job has {world}, and no layout of at least {least} fits"
-            cure = f"cancel the job, and submit the run again: titanlab resume {self.job.run.path}"
+            cure = f"cancel the job, and submit the run again: titanlab resume {self.run.path}"
             raise ConfigError("launch.min_world", least, rule, cure)
         self.members = tuple(range(smaller.layout.world)) if smaller.layout.world < world else ()
         self.report(f"the job has {world} processes: {change(recipe, smaller)}")
@@ -387,12 +385,12 @@ class RankGroup:
     def refused(self, error: Exception) -> Outcome:
         outcome = self.job.refused(error, self.config())
         # The other ranks wait for the rendezvous.
-        publish_meeting(self.job.run, Rendezvous(start=self.job.round(self.round), attempt=outcome.attempt))
+        publish_meeting(self.run, Rendezvous(start=self.job.round(self.round), attempt=outcome.attempt))
         self._say_end(outcome)
         return outcome
 
     def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
-        job, run, place = self.job, self.job.run, self.job.place
+        job, run, place = self.job, self.run, self.job.place
         address, port = self._meeting_place
         meeting = Rendezvous(
             start=job.round(self.round), attempt=attempt, address=address, port=port, members=self.members
@@ -424,24 +422,20 @@ class RankGroup:
         place = self.job.place
         host = suspect(outcome, place.nodes, ranks_per_node=place.ranks_per_node)
         if host is not None and not default_config(place.launcher).runs_here:
-            note_bad_host(self.job.run, outcome, host)
+            note_bad_host(self.run, outcome, host)
             clear = f"`titanlab hosts --clear {host}`"
             self.report(f"{host} is remembered: a later job of this run leaves it out, until {clear}")
-
-    @property
-    def has_lost_nodes(self) -> bool:
-        """Whether the last attempt has lost a node of the job."""
-        return bool(self._loss.nodes)
 
     def called(self, outcome: Outcome, recipe: Recipe) -> Outcome:
         """Find out which ranks are lost after an attempt. Returns its outcome: `node_fail` if a node of it is lost.
 
         Only a job that may become smaller waits for its ranks' answers; the scheduler or other ranks end any other job.
         """
-        self._loss, job = Loss(), self.job
+        self._loss, self.has_lost_nodes, job = Loss(), False, self.job
         if job.signals or not _calls(recipe) or outcome.kind not in _WITH_A_LOSS:
             return outcome
         loss = self._loss = lost_ranks(job, outcome.attempt, known=self._left_out)
+        self.has_lost_nodes = bool(loss.nodes)
         self._left_out |= set(loss.ranks)
         members = self.members or tuple(range(job.place.ranks.world))
         lost = [number for number, rank in enumerate(members) if rank in loss.ranks]
@@ -450,35 +444,31 @@ class RankGroup:
         cause = f"{loss.words}; {outcome.cause}" if outcome.cause else loss.words
         kind = OutcomeKind.NODE_FAIL
         outcome = replace(outcome, kind=kind, rank=lost[0], cause=cause, traceback=None, exit_code=None)
-        job.run.write_result(outcome)
+        self.run.write_result(outcome)
         return outcome
 
     def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
         if not recipe.launch.restarts:
             return False
         job, world = self.job, self.job.place.ranks.world
-        # The task of rank 0 writes the records, so rank 0 cannot be left out.
-        self._restarts = self._restarts or Restarts(job.run, recipe.launch, fixed=(0,))
         members = self.members or tuple(range(world))
         lost = self._loss.words if set(self._loss.ranks) & set(members) else ""
-        restart, why_not = None, ""
+        why_not: str | None = ""
         if not job.signals:
             usable = world - len(self._left_out) if _calls(recipe) else None
-            restart, why_not = self._restarts.after(outcome, recipe, lost=lost, usable=usable)
+            why_not = self.decided(outcome, recipe, lost=lost, usable=usable)
         self.round += 1
-        if restart is None:
-            if why_not:
-                self.report(why_not)
+        if why_not is not None:
             # The other ranks wait for the next attempt.
-            publish_meeting(job.run, Rendezvous(start=job.round(self.round), reason=why_not or "has ended"))
+            publish_meeting(self.run, Rendezvous(start=job.round(self.round), reason=why_not or "has ended"))
             return False
-        self.report(restart.why)
+        restart = self.restart
+        assert restart is not None
         if restart.left_out is not None:
             self._left_out.add(members[restart.left_out])
         if restart.left_out is not None or restart.lost:
             left = [rank for rank in range(world) if rank not in self._left_out]
             self.members = tuple(left[: restart.recipe.layout.world])
-        self.restart = restart
         return True
 
 

@@ -25,7 +25,7 @@ from titanlab.distributed import ALONE, CORES, MEETING, cores, handled_signals
 from titanlab.errors import ConfigError
 from titanlab.launch import processes
 from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, ProcessPlace
-from titanlab.launch.evidence import early_end, printed_lines
+from titanlab.launch.evidence import early_end, may_work, printed_lines
 from titanlab.launch.processes import DEVICES, visible_devices
 from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, submissions
 from titanlab.records import Outcome, OutcomeKind, RunFolder, claimed, first_line, holder_of, is_claimed
@@ -38,7 +38,7 @@ LOG = "supervisor.log"
 # Lines that the supervisor itself writes; other lines are error messages.
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 # A job of another host, whose claim may not be seen here, counts as running for this time after its last status.
-_SIGN_OF_LIFE_SECONDS = 60.0
+_SILENT_SECONDS = 60.0
 # The start is quick: a supervisor does not import torch.
 _START_SECONDS = 60.0
 _START_POLL_SECONDS = 0.05
@@ -93,13 +93,9 @@ class LocalJob:
             return JobState(state="ended", raw="ended", job_id=job_id)
         is_over = result is not None and (result.kind is OutcomeKind.DONE or result.ended >= self.submission.created)
         state = "ended" if has_begun or is_over or not run.path.is_dir() else "pending"
-        if run.is_claimed():
+        is_open = has_begun and result is None
+        if run.is_claimed() or (is_open and may_work(run.known_status(), silent_seconds=_SILENT_SECONDS)):
             state = "running"
-        elif has_begun and result is None and made_by.get("nodes") != [socket.gethostname()]:
-            # The claim of another host may not be seen here: it has written a status lately.
-            status = run.known_status()
-            if status is not None and status.state not in ("prepared", "ended"):
-                state = "running" if time.time() - status.updated < _SIGN_OF_LIFE_SECONDS else state
         if not has_begun:
             return JobState(state=state, raw=None if state == "pending" else state, job_id=job_id)
         end = time.time() if state == "running" or result is None else result.ended
@@ -245,12 +241,7 @@ def fail(sweep: Path, job: LocalJob, cause: str) -> None:
 
     run = RunFolder(sweep / job.run)
     with contextlib.suppress(ConfigError), run.claim():
-        outcome, earlier = with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=0, cause=cause)), run.result()
-        if earlier is not None:
-            # Keep the step of the earlier outcome: this attempt neither gained nor lost steps.
-            step = max(outcome.step, earlier.step)
-            outcome = replace(outcome, step=step, steps=outcome.steps or earlier.steps, metrics=earlier.metrics)
-        run.write_result(outcome)
+        run.write_result(with_progress(run, Outcome(kind=OutcomeKind.CRASH, attempt=0, cause=cause)))
 
 
 class Supervisor:

@@ -65,7 +65,8 @@ class Escalation:
         world: number of ranks of the run; those on other hosts count too.
 
     Attributes:
-        unsent: signals to this process that the ranks have not got yet.
+        signals: to this process.
+        unsent: those that the ranks have not got yet.
         is_over: whether the ranks must be killed: `is_due` has returned true.
         hangs: whether a rank keeps others waiting because it is stopped.
     """
@@ -88,6 +89,7 @@ class Escalation:
         self._stopped_since: dict[int, float] = {}
         self._said: set[int] = set()
         self._looked_at = -float("inf")
+        self.signals: list[int] = []
         self.unsent: list[int] = []
 
     def asked(self, kind: OutcomeKind, cause: str) -> None:
@@ -104,6 +106,7 @@ class Escalation:
         kind = STOPS[signal.SIGINT if number == signal.SIGHUP else number]
         self._answer_due = self._asked is None and number in (signal.SIGINT, signal.SIGTERM)
         self.asked(kind, f"asked to end by {signal.Signals(number).name}")
+        self.signals.append(number)
         self.unsent.append(number)
 
     def is_due(self, pids: Mapping[int, int]) -> bool:
@@ -350,12 +353,15 @@ def start_one(
 
 @contextlib.contextmanager
 def _stop_requests(run: RunFolder, attempt: int | None, ranks: Ranks) -> Iterator[Escalation]:
-    """Inside the block, stop signals to this process are requests for its ranks, and do not end it."""
+    """Inside the block, stop signals to this process are requests for its ranks; then the caller gets them too."""
     # Rank 0 has the terminal.
     say = Console(quiet=ranks.rank > 0).note
     escalation = Escalation(run, attempt=attempt, world=ranks.world, say=say)
     with handled_signals(caught_signals(), escalation.signalled):
         yield escalation
+    # A signal that came while failed ranks were ended must end the run as well.
+    for number in escalation.signals:
+        signal.raise_signal(number)
 
 
 def wait_for(

@@ -7,7 +7,6 @@ that reads one without a job number asks the queue for the token: no job is subm
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 import re
@@ -177,17 +176,6 @@ class Submission:
     def environment(self, sweep: Path) -> dict[str, str]:
         """Variables with which Python imports the submitted code first, and does not search the current folder."""
         return {"PYTHONPATH": str(sweep / self.code), "PYTHONSAFEPATH": "1"}
-
-
-def check_submitit(launcher: str) -> None:
-    """Check that submitit, which a kind of launcher needs, is installed, without importing it."""
-    if not has_submitit():
-        rule = "needs submitit to start jobs, which is not installed"
-        raise ConfigError("launch", launcher, rule, "pip install submitit")
-
-
-def has_submitit() -> bool:
-    return importlib.util.find_spec("submitit") is not None
 
 
 def submissions(sweep: Path) -> list[Submission]:

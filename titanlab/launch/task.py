@@ -21,7 +21,7 @@ from pathlib import Path
 from titanlab.checkpoint import checkpoints_of, latest
 from titanlab.distributed import LOG, STOP_SIGNALS, held_signals
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.launch.attempt import close_earlier, make_attempts, reduced, with_progress
+from titanlab.launch.attempt import Group, close_earlier, reduced, with_progress
 from titanlab.launch.contract import launch_of
 from titanlab.launch.execute import RanksHere
 from titanlab.launch.job import (
@@ -47,6 +47,8 @@ CLAIM_AGAIN_SECONDS = 30.0
 CLAIM_DEAD_SECONDS = 150.0
 # After this time without a result, ranks of a job that survives the loss of a node ask whether rank 0 is lost.
 ALONE_SECONDS = 30.0
+# A rank that was left out ends after this time without a sign of rank 0.
+_LEFT_OUT_SECONDS = 60.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +116,7 @@ def _lead(job: Job) -> int:
         except TitanlabError as error:
             say(f"error: {error}")
             return _nothing_to_do(job, str(error), code=error.exit_code)
-        group: RankGroup | RanksHere
+        group: Group
         if job.has_a_task_for_each_rank:
             group = RankGroup(job, say)
         else:
@@ -123,7 +125,7 @@ def _lead(job: Job) -> int:
             console = stack.enter_context(Console())
             group = RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
         before = latest(checkpoints_of(job.run))
-        outcome = make_attempts(job.run, group)
+        outcome = group.make_attempts()
         has_saved = latest(checkpoints_of(job.run)) != before
         requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=group.has_lost_nodes)
     return _exit_code(outcome)
@@ -157,7 +159,8 @@ def _follow(job: Job) -> int:
         if meeting.members and job.place.ranks.rank not in meeting.members:
             code = 0
             say(f"{job.run.path.name}: this rank is left out of attempt {meeting.attempt}")
-            outcome = await_end(job.run, meeting.attempt)
+            seconds = _LEFT_OUT_SECONDS
+            outcome = await_result(job.run, meeting.attempt, job.place.ranks.world, seconds=seconds, while_claimed=True)
         else:
             stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
             code = watched(job, recipe, meeting, stop)
@@ -205,23 +208,6 @@ def claim_run(
                 return error.rule
         else:
             return None
-
-
-_END_POLL_SECONDS = 2.0
-# A rank that was left out ends after this time without a sign of rank 0.
-_LEFT_OUT_SECONDS = 60.0
-
-
-def await_end(run: RunFolder, attempt: int) -> Outcome | None:
-    """The result of an attempt in which this process has no rank; None if rank 0 died without writing one."""
-    alone_since = time.monotonic()
-    while (result := run.result(attempt)) is None:
-        if run.is_claimed():
-            alone_since = time.monotonic()
-        elif time.monotonic() - alone_since > _LEFT_OUT_SECONDS:
-            return None
-        time.sleep(_END_POLL_SECONDS)
-    return result
 
 
 # After rank 0 has gone silent, ranks on other nodes wait for the scheduler to notice that its node is lost. Slurm needs

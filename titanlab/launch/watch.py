@@ -223,10 +223,18 @@ class RankWatch:
         run.write_failure(note)
 
 
-def await_result(run: RunFolder, attempt: int, world: int, *, seconds: float = RESULT_SECONDS) -> Outcome | None:
-    """The attempt's result, which another process writes; None if it does not appear in time."""
+def await_result(
+    run: RunFolder, attempt: int, world: int, *, seconds: float = RESULT_SECONDS, while_claimed: bool = False
+) -> Outcome | None:
+    """The attempt's result, which another process writes; None if it does not appear in time.
+
+    Args:
+        while_claimed: the time begins when no process has claimed the run any more.
+    """
     end = time.monotonic() + seconds
     while (result := run.result(attempt)) is None and time.monotonic() < end:
+        if while_claimed and run.is_claimed():
+            end = time.monotonic() + seconds
         time.sleep(look_seconds(world))
     return result
 

@@ -57,18 +57,17 @@ class SplitLoss:
 
     Each rank sends two numbers per token: the log-sum-exp of its columns, and the label's logit if it has that column
     (Megatron-LM, arXiv 1909.08053, section 3, sends three).
+
+    Args:
+        compiled: compiles a function of tensors that does not communicate; None: nothing is compiled.
     """
 
     def __init__(
-        self,
-        columns: Columns,
-        *,
-        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        self, columns: Columns, *, compiled: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     ) -> None:
-        """`compiled`: compiles a function of tensors that does not communicate."""
         self.columns = columns
-        # Before the all-gather, after it, and in the backward pass.
-        self.own, self.whole, self.slope = compiled(_own), compiled(_whole), compiled(_slope_of_own)
+        self.statistics = _statistics_in_parts if compiled is None else compiled(_statistics)
+        self.slope = _slope_in_parts if compiled is None else compiled(_slope)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits: [batch, seq, this rank's part of vocab]; labels: [batch, seq]; returns a float32 scalar."""
@@ -76,37 +75,10 @@ class SplitLoss:
         return loss
 
 
-def _own(logits: Tensor, labels: Tensor, first: int) -> tuple[Tensor, ...]:
-    """Log-probabilities within this rank's columns, the label's mask and column, and [2, tokens] to send."""
-    # Normalised over this rank's columns only; `_whole` computes the shift to the whole vocabulary.
-    own = torch.log_softmax(logits.float(), dim=-1)
-    own_sum = logits[:, 0].float() - own[:, 0]
-    mine, column = _column_of_label(labels, first, logits.shape[1])
-    # To send: log-sum-exp, and the label's logit or 0.
-    return own, mine, column, torch.stack([own_sum, (own.gather(1, column).squeeze(1) + own_sum).where(mine, 0.0)])
-
-
-def _whole(gathered: Tensor, own_sum: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
-    """The loss, the shift of log-probabilities from this rank's columns to the whole vocabulary, and the valid labels.
-
-    gathered: [2 · ranks, tokens], from all ranks.
-    """
-    whole_sum, logit = _of_all_ranks(gathered)
-    valid = labels != IGNORE
-    return (whole_sum - logit).where(valid, 0.0).sum(), own_sum - whole_sum, valid
-
-
-def _of_all_ranks(gathered: Tensor) -> tuple[Tensor, Tensor]:
-    """By token, the log-sum-exp of the whole vocabulary and the label's logit; gathered: [2 · ranks, tokens]."""
-    gathered = gathered.unflatten(0, (-1, 2))
+def _of_all_ranks(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """By token, the log-sum-exp of the whole vocabulary and the label's logit, from those of each rank's columns."""
+    gathered = gather_first(statistics, group).unflatten(0, (-1, 2))
     return gathered[:, 0].logsumexp(dim=0), gathered[:, 1].sum(dim=0)
-
-
-def _slope_of_own(gradient: Tensor, own: Tensor, shift: Tensor, column: Tensor, mine: Tensor, valid: Tensor) -> Tensor:
-    """The gradient of this rank's columns: softmax over the whole vocabulary, minus one at the label."""
-    slope = own.add(shift.unsqueeze(1)).exp_()
-    slope.scatter_add_(1, column, -mine.to(slope.dtype).unsqueeze(1))
-    return slope.mul_((gradient * valid).unsqueeze(1))
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
@@ -115,17 +87,18 @@ class _SplitCrossEntropy(torch.autograd.Function):
         first, group = split.columns
         assert group is not None
         # Detached, so that one compilation serves training and evaluation.
-        own, mine, column, sent = split.own(logits.detach(), labels, first)
-        total: Tensor
-        total, shift, valid = split.whole(gather_first(sent, group), sent[0], labels)
-        ctx.save_for_backward(own, shift, column, mine, valid)
-        ctx.dtype, ctx.slope = logits.dtype, split.slope
-        return total
+        log_sum, logit = _of_all_ranks(split.statistics(logits.detach(), labels, first), group)
+        valid = labels != IGNORE
+        ctx.save_for_backward(logits, log_sum, labels, valid)
+        ctx.split = split
+        return (log_sum - logit).where(valid, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        slope: Tensor = ctx.slope(gradients[0], *ctx.saved_tensors)
-        return slope.to(ctx.dtype), None, None
+        logits, log_sum, labels, valid = ctx.saved_tensors
+        # In eager mode the gradient takes the place of its argument.
+        logits = logits.clone() if ctx.split.slope is _slope_in_parts else logits
+        return ctx.split.slope(logits, log_sum, labels, ctx.split.columns.first, valid * gradients[0]), None, None
 
 
 class ChunkedLoss:
@@ -209,9 +182,8 @@ class ChunkedLoss:
             if self._pads and missing:
                 chunk, chunk_labels = F.pad(chunk, (0, 0, 0, missing)), F.pad(chunk_labels, (0, missing), value=IGNORE)
             logits = product.forward(chunk, weight, bias)
-            log_sum, logit = self._statistics(logits, chunk_labels, first)
-            if group is not None:
-                log_sum, logit = _of_all_ranks(gather_first(torch.stack([log_sum, logit]), group))
+            statistics = self._statistics(logits, chunk_labels, first)
+            log_sum, logit = statistics if group is None else _of_all_ranks(statistics, group)
             valid = chunk_labels != IGNORE
             total += (log_sum - logit).where(valid, 0.0).sum()
             # No variable keeps a tensor of this size until the next chunk.

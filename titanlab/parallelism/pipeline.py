@@ -27,8 +27,8 @@ _FSDP_ACTIONS = (_ComputationType.UNSHARD, _ComputationType.RESHARD)
 class Pipeline:
     """The stages of one rank of a pipeline, and the order in which they compute.
 
-    Gradients are those of scale · Σ loss over all microbatches of the step. FSDP reduces once per step and divides by
-    the size of its mesh; `scale` has to compensate for that.
+    Gradients are those of scale · Σ loss over all microbatches of the step. FSDP's reduction divides by the size of its
+    mesh; `scale` has to compensate for that.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Pipeline:
         hidden_shape: Sequence[int],
         hidden_dtype: torch.dtype,
         microbatch: int | None = None,
+        reduces_each: bool = False,
         phase: Phase = nothing,
     ) -> None:
         """Prepare to run a schedule; nothing is computed or sent.
@@ -58,6 +59,7 @@ class Pipeline:
             hidden_shape: of the hidden states between stages: [microbatch, seq, dim], or under sequence parallelism
                 [1, this rank's tokens of a microbatch, dim].
             microbatch: sequences of a microbatch; None: the first number of hidden_shape.
+            reduces_each: FSDP reduces the gradients of blocks after each backward, not only at the end of the step.
         """
         rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
@@ -79,6 +81,7 @@ class Pipeline:
                 loss=loss,
                 scale=scale,
                 split_backward=number in split,
+                reduces_each=reduces_each,
                 phase=phase,
             )
             for number in sorted(stages)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from titanlab.costs import BLOCKS
 from titanlab.parallelism.loss import Loss
 from titanlab.parallelism.pipeline_weights import DeferredWeights
 from titanlab.records import Waiting
@@ -42,6 +43,7 @@ class ScheduledStage(PipelineStage):
         loss: Loss,
         scale: float | Tensor,
         split_backward: bool,
+        reduces_each: bool = False,
         phase: Phase = nothing,
     ) -> None:
         """Prepare stage `number` of a pipeline; nothing is computed or sent.
@@ -52,6 +54,9 @@ class ScheduledStage(PipelineStage):
             loss: computes a scalar with the last stage's module, in the last stage only.
             scale: gradients are those of scale · loss.
             split_backward: some backwards compute the gradients of inputs first and those of weights later.
+            reduces_each: FSDP reduces the gradients of blocks, the children of `module.layers`, in each backward. Other
+                gradients are reduced at the end of the step: a forward may write the gradient of the head, and every
+                reduction of a unit must have the gradients of the same parameters.
         """
         super().__init__(module, number, len(placement), device, group=group)
         if not isinstance(module, FSDPModule) and any(isinstance(part, FSDPModule) for part in module.modules()):
@@ -61,6 +66,8 @@ class ScheduledStage(PipelineStage):
         self._shape, self._dtype = hidden
         self._loss, self._scale = loss, scale
         self._deferred = DeferredWeights(module) if split_backward else None
+        parts = module.get_submodule(BLOCKS).modules() if reduces_each else ()
+        self._reduced_each = [part for part in parts if isinstance(part, FSDPModule)]
         self._phase = phase
         # By microbatch: tensors that have arrived or been computed, until they are used or sent.
         self._arrived: dict[int, tuple[Tensor, dist.Work | None]] = {}
@@ -75,15 +82,25 @@ class ScheduledStage(PipelineStage):
         self.received: Counter[int] = Counter()
 
     def begin_step(self) -> None:
-        """Let `perform_reduce_grad` reduce gradients and free parameters at the end of the step, not each backward."""
+        """Let `perform_reduce_grad` reduce gradients and free parameters at the end of the step, not each backward.
+
+        Blocks reduce in each backward if `reduces_each`.
+        """
         if isinstance(self.submod, FSDPModule):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
+            self._reduce_blocks(all_reduce=False)
             # torch 2.15 has this instead of `set_is_last_backward`.
             finalize_by_hand = getattr(self.submod, "set_manual_backward_finalization", None)
             if callable(finalize_by_hand):
                 finalize_by_hand(True)
+
+    def _reduce_blocks(self, *, all_reduce: bool) -> None:
+        """Let blocks reduce in the next backward; all_reduce: over replicas too, which only the last backward needs."""
+        for unit in self._reduced_each:
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_requires_all_reduce(all_reduce, recurse=False)
 
     def free_parameters(self) -> None:
         """Free parameters that FSDP has gathered for forwards without a backward."""
@@ -156,6 +173,8 @@ class ScheduledStage(PipelineStage):
         """The backward of one microbatch; with `full_backward` False, most gradients of weights are deferred."""
         hidden, output = self._pending.pop(bwd_chunk_id)
         gradient = None if self.is_last else self._take(self._arrived_gradients, bwd_chunk_id, self.stage_index + 1)
+        if last_backward:
+            self._reduce_blocks(all_reduce=True)
         if full_backward:
             with self._phase("backward"):
                 torch.autograd.backward(output, gradient)

@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanlab.costs import AXES, Layout
-from titanlab.errors import ConfigError
-from titanlab.options import option
-
-CHOICES = {
-    "reshard_after_forward": ("auto", "always", "never"),
-    "context_method": ("ring", "all_gather"),
-}
+from titanlab.options import NOT_PRICED, option
 
 
 @option("parallelism")
@@ -41,6 +35,10 @@ class Parallelism:
         reshard_after_forward: `always` frees a block's parameters after its forward pass and gathers them again
             for the backward; `never` keeps them: more memory, less communication. `auto` is `always`, but
             `never` in a pipeline, where each microbatch would gather them again.
+        reduce_gradients: `each` reduces gradients after each microbatch, so that FSDP2 keeps only its shard of them
+            between microbatches; `last` sums whole gradients, and reduces after the last microbatch: less
+            communication. `auto` is `last`, but `each` where FSDP2 would keep more than 4 GiB of whole gradients;
+            always `last` in a pipeline.
         cpu_offload: sharded parameters, gradients and optimizer state are kept in host memory.
         symmetric_memory: FSDP2 gathers and scatters in buffers that NCCL registers with all ranks (symmetric memory).
     """
@@ -54,18 +52,13 @@ class Parallelism:
     sequence_parallel: bool = True
     loss_parallel: bool = True
     async_tensor: bool = False
-    context_method: str = "ring"
+    context_method: str = field(default="ring", metadata={"choices": ("ring", "all_gather")})
     split: tuple[Any, ...] | None = None
-    reshard_after_forward: str = "auto"
-    cpu_offload: bool = False
-    symmetric_memory: bool = field(default=False, metadata={"before": False})
-
-    def __post_init__(self) -> None:
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                known = ", ".join(choices)
-                raise ConfigError(f"parallelism.{name}", value, "no such choice", f"choose one of {known}")
+    reshard_after_forward: str = field(default="auto", metadata={"choices": ("auto", "always", "never")})
+    cpu_offload: bool = field(default=False, metadata=NOT_PRICED)
+    symmetric_memory: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
+    # Older runs computed what `auto` is up to the rounding of sums.
+    reduce_gradients: str = field(default="auto", metadata={"choices": ("auto", "each", "last"), "before": "auto"})
 
     @property
     def frees_after_forward(self) -> bool:

@@ -36,7 +36,7 @@ class Sharded:
     Attributes:
         forward: the function to call: the model, or DDP's wrapper.
         microbatch: context of one microbatch's forward and backward; `last=`: whether it is the last microbatch of the
-            step, after which gradients are reduced.
+            step.
         release: frees parameters gathered by a forward without a backward.
         divides_by: the number by which the reduction divides the sum of all ranks' gradients.
     """
@@ -72,6 +72,7 @@ def fully_shard_model(
     apart: Sequence[nn.Module] = (),
     experts: ExpertModules | None = None,
     symmetric_memory: bool = False,
+    reduces_each: bool = False,
 ) -> Sharded:
     """Apply FSDP2: each block is a unit, and the rest of the model another; a 2-D mesh makes it HSDP.
 
@@ -83,6 +84,8 @@ def fully_shard_model(
             model.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
         experts: modules inside blocks that are separate units over another mesh; None: there are none.
+        reduces_each: gradients are reduced after each microbatch, and their shards are summed; otherwise whole
+            gradients are summed, and reduced after the last microbatch. Replicas reduce after the last either way.
     """
     # Imported here: the import takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -143,7 +146,8 @@ def fully_shard_model(
     @contextlib.contextmanager
     def microbatch(*, last: bool) -> Iterator[None]:
         root.set_is_last_backward(last)
-        root.set_requires_gradient_sync(last)
+        root.set_requires_gradient_sync(last or reduces_each)
+        root.set_requires_all_reduce(last)
         # These units stay gathered after a backward, so that the next microbatch need not gather them.
         for unit in kept:
             unit.set_reshard_after_backward(last, recurse=False)
@@ -259,8 +263,12 @@ class _DryRun(nn.Module):
         return total
 
 
-def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
-    """Apply DDP over a 1-D mesh; the model keeps its parameter names, so that checkpoints are the same without DDP."""
+def replicate_model(model: nn.Module, mesh: DeviceMesh, *, reduces_each: bool = False) -> Sharded:
+    """Apply DDP over a 1-D mesh; the model keeps its parameter names, so that checkpoints are the same without DDP.
+
+    Args:
+        reduces_each: as for FSDP2; DDP sums whole gradients either way, so this only sends more.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     wrapper = DistributedDataParallel(_DryRun(model), process_group=mesh.get_group(), gradient_as_bucket_view=True)
@@ -276,7 +284,7 @@ def replicate_model(model: nn.Module, mesh: DeviceMesh) -> Sharded:
         parameter.grad = None
 
     def microbatch(*, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else wrapper.no_sync()
+        return contextlib.nullcontext() if last or reduces_each else wrapper.no_sync()
 
     return Sharded(forward=wrapper, microbatch=microbatch, release=lambda: None, divides_by=mesh.size())
 

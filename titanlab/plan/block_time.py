@@ -364,7 +364,9 @@ class _Shaped:
             fused=recipe.compile.fuses_blocks,
             plan=self.step.account.plan,
             prefix=f"{self.facts.block}.",
-            products=recipe.precision.products(self.facts.sample),
+            products=recipe.precision.on_device(
+                accelerator=recipe.cluster.accelerator, device=str(recipe.cluster.device)
+            ).products(self.facts.sample),
             cast_weights=frozenset(self.step.float8_gathered),
             casts_part=recipe.precision.gathers_activations,
             imbalance=imbalance_of(self.facts.account.experts, layout.expert),

@@ -24,7 +24,7 @@ from titanlab.plan.memory import (
     stored_pieces,
 )
 from titanlab.plan.pipeline_time import durations_of, rank_stages, simulated_time
-from titanlab.plan.search import MARGIN
+from titanlab.plan.search import MARGIN, whole_model
 from titanlab.plan.step_time import StepTime, step_time
 from titanlab.recipe import Recipe, check_all_but_data, step_of
 from titanlab.techniques.schedule.action import Timeline, simulate
@@ -180,6 +180,7 @@ def explanation_values(explanation: Explanation) -> dict[str, Any]:
             }
             for rank in explanation.ranks
         ],
+        **asdict(whole_model(explanation.recipe)),
         "step_seconds": time.seconds,
         "parts": dict(time.parts),
         "tokens_per_second_per_device": time.tokens_per_second,

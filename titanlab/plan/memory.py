@@ -201,22 +201,37 @@ def _moments(
     block = max((pieces[piece] for piece in own if is_in_block(piece)), default=NOTHING)
     accumulates = recipe.microbatches > 1 or layout.pipeline > 1
     stored = {"parameters": whole.parameters, "optimizer": whole.optimizer}
-    gathered, buffers, unreduced, reducing, kept = 0, 0, 0, 0, 0
+    # Whole gradients stay between microbatches.
+    sums_whole = fsdp and accumulates and not recipe.reduces_each
+    gathered, buffers, between, unreduced, reducing, kept = 0, 0, 0, 0, 0, 0
+    # Without FSDP2 gradients are summed in place.
+    gradients = whole.parameters if accumulates and not sums_whole else 0
     if fsdp:
         reshards = config.frees_after_forward
         gathered = edges.gathered + _GATHERED_BLOCKS * block.gathered if reshards else whole.gathered
         gathered = min(gathered, whole.gathered)
         # FSDP2 gathers into a separate buffer, and copies the parameters out of it.
         buffers = block.gathered if reshards else 0
-        unreduced = whole.unreduced if accumulates else edges.gradients
+        if sums_whole:
+            between = unreduced = whole.unreduced
+        else:
+            unreduced = edges.gradients
+            if accumulates:
+                # The input of the last reduction is freed at the next one.
+                between = edges.unreduced
+            if layout.pipeline > 1:
+                # Only blocks reduce in each backward.
+                unreduced, between = edges.unreduced, edges.unreduced + block.unreduced
+            if accumulates and layout.replicate > 1:
+                # Replicas are summed once per step; until then shards are in the precision of the reduction.
+                shards = gradients // formats.master_bytes * formats.reduce_bytes
+                gradients, between, unreduced = 0, between + shards, unreduced + shards
         # FSDP2 reduces the unit of the pieces outside blocks last.
         reducing = max(block.gradients + _REDUCED_BLOCKS * block.unreduced, block.unreduced + edges.unreduced)
     if fsdp and config.symmetric_memory:
         buffers = _SYMMETRIC_GATHERS * block.gathered + edges.gathered
         # Symmetric memory is a separate pool, which other tensors cannot use.
         kept = buffers + max(block.unreduced, edges.unreduced)
-    # Without FSDP2 gradients are summed in place.
-    gradients = 0 if fsdp or not accumulates else whole.parameters
     # Messages of pipeline parallelism, and a gathered or unsummed residual stream of tensor parallelism.
     messages = 2 * hidden if layout.pipeline > 1 else 0
     if layout.tensor > 1 and config.sequence_parallel:
@@ -228,14 +243,14 @@ def _moments(
         "loss": {
             **start,
             "gradients": gradients,
-            "unreduced gradients": unreduced if accumulates else 0,
+            "unreduced gradients": between,
             "logits and loss": _loss(recipe, share, own),
             "communication buffers": kept + messages,
         },
         "backward": {
             **start,
             "gradients": gradients,
-            "unreduced gradients": unreduced + (0 if accumulates else reducing),
+            "unreduced gradients": unreduced + (0 if sums_whole else reducing),
             "backward of a block": backward,
             "communication buffers": buffers + messages,
         },
@@ -261,8 +276,8 @@ def _loss(recipe: Recipe, share: Share, pieces: Sequence[str]) -> int:
 
     In eager mode: in the forward pass the logits, their copy in float32 and log-probabilities; in the backward pass
     log-probabilities, their gradient, and the gradient of the copy. A compiled loss keeps the logits and writes their
-    gradient. Logits that are split over the vocabulary (`titanlab.parallelism.loss.SplitLoss`): log-probabilities,
-    their gradient, and its copy in the logits' precision.
+    gradient. Logits that are split over the vocabulary: an upper bound, for log-probabilities, their gradient, and its
+    copy in the logits' precision; `titanlab.parallelism.loss.SplitLoss` keeps only the logits and their gradient.
     """
     account = model_facts(recipe.model).account
     last = (account.pieces or ("",))[-1]
@@ -302,6 +317,7 @@ class PieceBytes(NamedTuple):
         gathered: all parameters of the piece, in the precision in which they compute.
         gradients: of all parameters of the piece, in that precision.
         unreduced: the same gradients in the precision in which they are summed.
+        update_flops: of the optimizer's products.
     """
 
     parameters: int
@@ -309,6 +325,7 @@ class PieceBytes(NamedTuple):
     gathered: int
     gradients: int
     unreduced: int
+    update_flops: float = 0.0
 
 
 NOTHING = PieceBytes(0, 0, 0, 0, 0)
@@ -346,6 +363,7 @@ def stored_pieces(
                     gathered=elements * (1 if name in float8 else compute),
                     gradients=elements * compute,
                     unreduced=elements * reduce,
+                    update_flops=optimizer.update_flops(stored),
                 )
             )
         kinds[piece] = added(parts)
@@ -448,6 +466,7 @@ def as_compiled(block: Sequence[Operation]) -> list[Operation]:
     return operations
 
 
+@functools.lru_cache(maxsize=8192)
 def saved_bytes(
     ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int, *, compiled: bool = False
 ) -> int:

@@ -22,6 +22,7 @@ from titanlab.errors import ConfigError
 from titanlab.plan.block_time import model_time
 from titanlab.plan.machine import Machine, axis_of
 from titanlab.plan.memory import (
+    PieceBytes,
     RankMemory,
     added,
     deferred_bytes,
@@ -31,9 +32,9 @@ from titanlab.plan.memory import (
     stored_pieces,
 )
 from titanlab.plan.pipeline_time import least_time
-from titanlab.plan.space import Choice, LayoutSpace, SpacePoint
+from titanlab.plan.space import Choice, LayoutSpace, SpacePoint, reducing_each
 from titanlab.plan.stages import model_facts, placement_of, share_of, splits_backward
-from titanlab.plan.step_time import StepTime, least_seconds, step_time
+from titanlab.plan.step_time import BlocksTime, StepTime, blocks_time, least_seconds, step_time
 from titanlab.recipe import Recipe
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
@@ -51,7 +52,7 @@ class RecipeGroup(NamedTuple):
         return SpacePoint(layout, self.microbatch, schedule, self.ac, self.precision, self.compile)
 
 
-def least_memory(recipe: Recipe, schedules: Sequence[Choice]) -> float:
+def least_memory(recipe: Recipe, schedules: Sequence[Choice], *, reduces_each: bool = False) -> float:
     """A lower bound of the bytes of the rank with most memory, for all recipes of a group.
 
     Parameters are sharded over all processes that read other sequences, and ranks of a pipeline have equal parts of the
@@ -60,15 +61,16 @@ def least_memory(recipe: Recipe, schedules: Sequence[Choice]) -> float:
     Args:
         recipe: one of the group.
         schedules: of the pipeline; the schedule that keeps the fewest microbatches counts.
+        reduces_each: gradients may be reduced after each microbatch.
     """
     layout, model, formats, parallelism = recipe.layout, recipe.model, recipe.precision.formats(), recipe.parallelism
     shards = layout.data * layout.context
-    pieces = stored_pieces(model, recipe.precision, recipe.optimizer, layout.tensor, shards, layout.expert)
-    whole = added(pieces.values())
+    whole = _stored(model, recipe.precision, recipe.optimizer, layout.tensor, shards, layout.expert)
     needed = 0.0 if parallelism.cpu_offload else float(whole.parameters + whole.optimizer)
     accumulates = recipe.microbatches > 1 or layout.pipeline > 1
     if accumulates and (layout.context > 1 or formats.mixed):
-        needed += whole.unreduced + (whole.gathered if parallelism.reshard_after_forward == "never" else 0)
+        needed += whole.unreduced // shards if reduces_each else whole.unreduced
+        needed += whole.gathered if parallelism.reshard_after_forward == "never" else 0
     shape = (model, share_of(recipe), recipe.microbatch, recipe.training.seq_len)
     saved = float(saved_bytes(recipe.ac, *shape, compiled=recipe.compile.fuses_blocks))
     if layout.pipeline > 1:
@@ -77,6 +79,11 @@ def least_memory(recipe: Recipe, schedules: Sequence[Choice]) -> float:
         whole_passes, split_passes = _in_flight(configs, layout.pipeline, recipe.microbatches)
         saved = min(whole_passes * saved, split_passes * min(saved, deferred))
     return (needed + saved) / layout.pipeline
+
+
+@functools.lru_cache(maxsize=4096)
+def _stored(*key: Any) -> PieceBytes:
+    return added(stored_pieces(*key).values())
 
 
 @functools.lru_cache(maxsize=16384)
@@ -138,6 +145,7 @@ class RecipeRanking:
     too_large: int = 0
     least: tuple[int, Recipe] | None = None
     refused: Counter[str] = field(default_factory=Counter)
+    _known_passes: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def best(self, count: int) -> list[Ranked]:
         """The fastest recipes in order; but the first has the fewest axes of those that are as fast as far as estimates
@@ -160,11 +168,20 @@ class RecipeRanking:
         recipe = self.space.recipe_of(point)
         memory = most_memory(recipe)
         reserved = reserved_bytes(recipe, self.machine, memory)
+        if reserved > self.limit and recipe.layout.fsdp > 1 and self._may_reduce_each(recipe):
+            recipe = reducing_each(recipe)
+            memory = most_memory(recipe)
+            reserved = reserved_bytes(recipe, self.machine, memory)
         if reserved > self.limit:
             self._leave_out(reserved, recipe, 1)
             return None
         time = step_time(recipe, self.machine)
         return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved)
+
+    def _may_reduce_each(self, recipe: Recipe) -> bool:
+        """Whether the planner may reduce a recipe's gradients after each microbatch: as `auto`, in no pipeline."""
+        is_open = self.space.recipe.parallelism.reduce_gradients == "auto"
+        return is_open and recipe.microbatches > 1 == recipe.layout.pipeline
 
     def _in_order(self) -> Iterator[Ranked]:
         counter = itertools.count()
@@ -173,8 +190,8 @@ class RecipeRanking:
         def push(bound: float, item: Any) -> None:
             heapq.heappush(queue, (bound, next(counter), item))
 
-        for group in self._groups():
-            push(self._compute_bound(group), (self._refine_group, group))
+        for bound, groups in self._families():
+            push(bound, (self._refine_family, groups))
         while queue:
             _, _, (refine, item) = heapq.heappop(queue)
             if refine is None:
@@ -192,38 +209,55 @@ class RecipeRanking:
         if self.least is None or needed < self.least[0]:
             self.least = (needed, recipe)
 
-    def _groups(self) -> Iterator[RecipeGroup]:
-        by_degrees: dict[tuple[int, ...], list[Layout]] = {}
-        for layout in self.space.layouts():
+    def _families(self) -> Iterator[tuple[float, list[RecipeGroup]]]:
+        """Groups with the same computation, and its bound: blocks without parallelism, divided by all processes."""
+        space, by_degrees = self.space, dict[tuple[int, ...], list[Layout]]()
+        for layout in space.layouts():
             by_degrees.setdefault((layout.pipeline, layout.context, layout.tensor, layout.expert), []).append(layout)
         self.listed = self.too_large = 0
         self.refused.clear()
+        self._known_passes.clear()
+        others, by_microbatch = list(space.others()), dict[int, list[tuple[Layout, ...]]]()
         for layouts in map(tuple, by_degrees.values()):
-            for microbatch, schedules in self.space.microbatches(layouts[0]):
-                for ac, precision, compile_ in self.space.others():
-                    self.listed += len(layouts) * len(schedules)
-                    yield RecipeGroup(layouts, microbatch, ac, precision, compile_)
+            for microbatch, schedules in space.microbatches(layouts[0]):
+                self.listed += len(layouts) * len(schedules) * len(others)
+                by_microbatch.setdefault(microbatch, []).append(layouts)
+        alone = Layout(shard=space.world)
+        for (microbatch, degrees), other in itertools.product(by_microbatch.items(), others):
+            groups = [RecipeGroup(layouts, microbatch, *other) for layouts in degrees]
+            count = space.recipe.training.global_batch / microbatch
+            yield count * sum(self._passes(groups[0], alone)) / space.world, groups
 
     def _fits(self, group: RecipeGroup, schedules: Sequence[Choice]) -> bool:
         """Whether the smallest possible memory fits; if not, counts and leaves out the recipes."""
         recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
-        needed = self.machine.reserved_bytes(least_memory(recipe, schedules))
+        each = recipe.reduces_each or self._may_reduce_each(recipe)
+        needed = self.machine.reserved_bytes(least_memory(recipe, schedules, reduces_each=each))
         if needed > self.limit:
             self._leave_out(needed, recipe, len(group.layouts) * len(schedules))
         return needed <= self.limit
 
     def _passes(self, group: RecipeGroup, layout: Layout) -> tuple[float, float]:
         """Seconds of a microbatch through all pieces, forward and backward, on the processes of a layout."""
-        recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
-        whole = model_time(recipe, self.machine).whole
-        return whole.ahead, whole.back
+        choices = (id(choice.value) for choice in (group.ac, group.precision, group.compile))
+        key = (layout.context, layout.tensor, layout.expert, group.microbatch, *choices)
+        if key not in self._known_passes:
+            recipe = self.space.recipe_of(group.point(layout, self.space.schedules(layout)[0]))
+            whole = model_time(recipe, self.machine).whole
+            self._known_passes[key] = whole.ahead, whole.back
+        return self._known_passes[key]
 
-    def _compute_bound(self, group: RecipeGroup) -> float:
-        """Seconds of the blocks without parallelism inside them, divided by the processes that share them."""
-        layout = group.layouts[0]
-        alone = Layout(pipeline=layout.pipeline, shard=self.space.world // layout.pipeline)
-        local = self.space.recipe.training.global_batch / layout.data / group.microbatch
-        return local * sum(self._passes(group, alone)) / (layout.pipeline * layout.context * layout.tensor)
+    def _stragglers(self, layout: Layout) -> float:
+        nodes = axis_of(layout, "world", self.machine.per_node).nodes
+        return 1 + self.machine.efficiencies.stragglers * math.log2(nodes)
+
+    def _refine_family(self, groups: Sequence[RecipeGroup]) -> Iterator[tuple[float, Any]]:
+        """The groups, with bounds of the time without a bubble."""
+        batch = self.space.recipe.training.global_batch
+        for group in groups:
+            layout = group.layouts[0]
+            passes = batch / layout.data / group.microbatch * sum(self._passes(group, layout))
+            yield passes / layout.pipeline * self._stragglers(layout), (self._refine_group, group)
 
     def _refine_group(self, group: RecipeGroup) -> Iterator[tuple[float, Any]]:
         """The schedules of a group, with bounds of the pipeline's time."""
@@ -233,15 +267,13 @@ class RecipeRanking:
         if not self._fits(group, schedules):
             return
         ahead, back = self._passes(group, layout)
-        nodes = axis_of(layout, "world", self.machine.per_node).nodes
-        stragglers = 1 + self.machine.efficiencies.stragglers * math.log2(nodes)
         for schedule in schedules:
             passes = ahead if splits_backward(schedule.value, layout.pipeline, count) else ahead + back
             # Share of the stages that a microbatch passes before it reaches the last rank for the first time.
             placement = placement_of(schedule.value, layout.pipeline)
             before = max(map(placement.index, set(placement))) / len(placement)
-            bound = (count * (ahead + back) / layout.pipeline + _BUBBLE_SHARE * passes * before) * stragglers
-            yield bound, (self._refine_schedule, (group, schedule))
+            bound = count * (ahead + back) / layout.pipeline + _BUBBLE_SHARE * passes * before
+            yield bound * self._stragglers(layout), (self._refine_schedule, (group, schedule))
 
     def _refine_schedule(self, item: tuple[RecipeGroup, Choice]) -> Iterator[tuple[float, Any]]:
         """The group with one schedule, with a bound that holds for all of its layouts."""
@@ -249,23 +281,22 @@ class RecipeRanking:
         layout = group.layouts[0]
         if layout.pipeline > 1 and not self._fits(group, [schedule]):
             return
+        recipe = self.space.recipe_of(group.point(layout, schedule))
         try:
-            least = least_seconds(self.space.recipe_of(group.point(layout, schedule)), self.machine)
+            blocks = blocks_time(recipe, self.machine, least_time)
         except ConfigError as error:
             self.refused[f"{error.key} {error.rule}"] += len(group.layouts)
             return
-        yield least, (self._refine_layouts, item)
+        yield least_seconds(recipe, self.machine, blocks), (self._refine_layouts, (group, schedule, blocks))
 
-    def _refine_layouts(self, item: tuple[RecipeGroup, Choice]) -> Iterator[tuple[float, Any]]:
+    def _refine_layouts(self, item: tuple[RecipeGroup, Choice, BlocksTime]) -> Iterator[tuple[float, Any]]:
         """The recipes with one schedule, with bounds of the whole step."""
-        group, schedule = item
+        group, schedule, blocks = item
         for layout in group.layouts:
             recipe = self.space.recipe_of(group.point(layout, schedule))
-            try:
-                least = step_time(recipe, self.machine, pipeline=least_time).seconds
-            except ConfigError as error:
-                self.refused[f"{error.key} {error.rule}"] += 1
-                continue
+            least = step_time(recipe, self.machine, blocks=blocks).seconds
+            if layout.fsdp > 1 and self._may_reduce_each(recipe):
+                least = min(least, step_time(reducing_each(recipe), self.machine, blocks=blocks).seconds)
             yield least, (self._refine_recipe, group.point(layout, schedule))
 
     def _refine_recipe(self, point: SpacePoint) -> Iterator[tuple[float, Any]]:

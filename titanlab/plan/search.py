@@ -10,12 +10,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.costs import AXES, Layout, resolve_layout
+from titanlab.costs import AXES, Layout, resolve_layout, training_flops_per_token
 from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
 from titanlab.plan.machine import Machine, machine_of, memory_error
+from titanlab.plan.memory import added, stored_pieces
 from titanlab.plan.ranking import NEAR, Ranked, RecipeRanking
-from titanlab.plan.space import LayoutSpace, choices_of
+from titanlab.plan.space import LayoutSpace, Vary, choices_of
+from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import StepTime
 from titanlab.recipe import Recipe, check_addressable, check_processes, resolve
 from titanlab.system import counted, grouped, significant
@@ -65,7 +67,10 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         recipe = dataclasses.replace(recipe, cluster=cluster)
     cluster = recipe.cluster
     if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
-        rule = "names no GPU, and a plan is for machines whose facts are known"
+        rule, known = "names no GPU, and a plan is for machines whose facts are known", "name one, such as cluster=h100"
+        if cluster.device == "cpu":
+            # A recipe for GPUs says so after the cluster has been chosen.
+            rule, known = "is no GPU, and cluster.accelerator=cuda", "try cluster=h100, or add cluster.accelerator=cpu"
         raise ConfigError("cluster.device", cluster.device, rule, known)
     if not stands:
         world = recipe.world
@@ -83,7 +88,7 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
     return dataclasses.replace(resolved, training=training)
 
 
-def plan(recipe: Recipe, *, vary: Sequence[str] = (), top: int = 20) -> Plan:
+def plan(recipe: Recipe, *, vary: Vary = (), top: int = 20) -> Plan:
     """Plan the world of a recipe.
 
     Raises:
@@ -112,7 +117,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Sequence[str]) -> RecipeRanking:
+def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Vary) -> RecipeRanking:
     space = LayoutSpace(recipe, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
     return RecipeRanking(space=space, machine=machine, limit=limit)
 
@@ -129,7 +134,7 @@ def _check_precisions(space: LayoutSpace) -> None:
     raise refusals[0]
 
 
-def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
+def _advice(ranking: RecipeRanking, vary: Vary) -> list[str]:
     """The nearest requests that a recipe fits: another world or batch, or more devices."""
     world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     if ranking.listed == 0:
@@ -157,7 +162,7 @@ def _advice(ranking: RecipeRanking, vary: Sequence[str]) -> list[str]:
     return [*lines, f"it fits on {layout.world:,} devices: world={layout.world} ({layout.label})"]
 
 
-def _fastest(ranking: RecipeRanking, requests: Iterable[tuple[int, int]], vary: Sequence[str]) -> Ranked | None:
+def _fastest(ranking: RecipeRanking, requests: Iterable[tuple[int, int]], vary: Vary) -> Ranked | None:
     """The fastest recipe of the first world and batch that have one; None: there is none."""
     base = ranking.space.recipe
     for world, batch in requests:
@@ -185,9 +190,14 @@ _PARTS = 3
 _SMALL = 0.002
 
 
-def table_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """The cells of a plan under `HEADINGS`; columns whose cells are all empty may be left out."""
-    varied = [len({getattr(ranked.point, name).name for ranked in plan.best}) > 1 for name in ("precision", "compile")]
+def table_rows(plan: Plan, others: Sequence[Ranked] = ()) -> list[tuple[str, ...]]:
+    """The cells of a plan under `HEADINGS`; columns whose cells are all empty may be left out.
+
+    Args:
+        others: recipes in the same table.
+    """
+    shown = [*plan.best, *others]
+    varied = [len({getattr(ranked.point, name).name for ranked in shown}) > 1 for name in ("precision", "compile")]
     return [
         (
             str(place),
@@ -208,6 +218,50 @@ def table_rows(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
+def not_priced(recipe: Recipe) -> list[str]:
+    """A line for each chosen option whose effect on the time of a step is not known."""
+    lines = []
+    for group in dataclasses.fields(recipe):
+        config = getattr(recipe, group.name)
+        for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
+            value = getattr(config, field.name)
+            if field.metadata.get("not_priced") and value != field.default:
+                lines.append(
+                    f"{group.name}.{field.name}={str(value).lower()}: its effect on the time of a step is not known"
+                )
+    if recipe.model.attention == "math":
+        lines.append("model.attention=math: its effect on the time of a step is not known")
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModel:
+    """What a step computes, without recomputation, and what parameters and optimizer take, over all devices."""
+
+    step_flops: int
+    model_bytes: int
+    optimizer_bytes: int
+
+    def __str__(self) -> str:
+        sizes = (
+            f"the model takes {self.model_bytes / 1e9:,.1f} GB and its optimizer {self.optimizer_bytes / 1e9:,.1f} GB"
+        )
+        return f"{self.step_flops / 1e15:,.4g} PFLOP a step; {sizes}"
+
+
+def whole_model(recipe: Recipe) -> WholeModel:
+    account, stored = (
+        model_facts(recipe.model).account,
+        stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1),
+    )
+    per_token, whole = training_flops_per_token(account, seq_len=recipe.training.seq_len), added(stored.values())
+    return WholeModel(
+        step_flops=per_token * recipe.tokens_per_step,
+        model_bytes=whole.parameters,
+        optimizer_bytes=whole.optimizer,
+    )
+
+
 def title(plan: Plan) -> str:
     base, machine, limit = plan.base, plan.ranking.machine, "memory not known"
     if not math.isinf(machine.memory_bytes):
@@ -217,8 +271,17 @@ def title(plan: Plan) -> str:
     return (
         f"{base.model.account().parameter_count / 1e9:.2f}B parameters on {counted(base.layout.world, machine.name)} "
         f"({limit}); "
-        f"{counted(base.training.global_batch, 'sequence')} of {grouped(base.training.seq_len)} tokens a step"
+        f"{counted(base.training.global_batch, 'sequence')} of {grouped(base.training.seq_len)} tokens, "
+        f"{whole_model(base)}"
     )
+
+
+def machine_rows(plans: Mapping[str, Plan]) -> list[tuple[str, ...]]:
+    """The cells of plans under `HEADINGS`, the fastest machine first; the first column is its name."""
+    ordered = sorted(plans.items(), key=lambda item: item[1].best[0].time.seconds if item[1].best else math.inf)
+    every = [ranked for each in plans.values() for ranked in each.best]
+    none = ("", "no layout fits", *[""] * (len(HEADINGS) - 2))
+    return [(name, *row[1:]) for name, each in ordered for row in table_rows(each, every) or [none]]
 
 
 def split_text(time: StepTime) -> str:
@@ -291,6 +354,8 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "limit_bytes": ranking.limit,
         "global_batch": plan.base.training.global_batch,
         "seq_len": plan.base.training.seq_len,
+        **dataclasses.asdict(whole_model(plan.base)),
+        "not_priced": not_priced(plan.base),
         "recipes": ranking.listed,
         "too_large": ranking.too_large,
         "dropped_layouts": dict(ranking.space.dropped),
@@ -329,6 +394,8 @@ def overrides(ranked: Ranked, base: Recipe) -> list[str]:
     arguments = [*degrees, f"training.microbatch={ranked.point.microbatch}", *_chosen("ac", ranked.point.ac.value)]
     if ranked.recipe.layout.pipeline > 1:
         arguments += _chosen("schedule", ranked.point.schedule.value)
+    if ranked.recipe.parallelism.reduce_gradients != base.parallelism.reduce_gradients:
+        arguments.append(f"parallelism.reduce_gradients={ranked.recipe.parallelism.reduce_gradients}")
     if ranked.recipe.precision != base.precision:
         arguments += _chosen("precision", ranked.recipe.precision)
     if ranked.recipe.compile != base.compile:

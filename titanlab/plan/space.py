@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,13 +27,15 @@ from titanlab.techniques.schedule.contract import PipelineSchedule
 
 # Groups that vary only on request.
 VARIED = ("precision", "compile")
+# Names of such groups; or their configs, by group: none stands for all.
+Vary = Mapping[str, Sequence[Any]] | Sequence[str]
 
 
-def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
+def choices_of(recipe: Recipe, *, vary: Vary = ()) -> Choices:
     """The choices for a resolved recipe: its own first.
 
     Args:
-        vary: names of groups in `VARIED`; the others stay as the recipe has them.
+        vary: groups in `VARIED`; the others stay as the recipe has them.
 
     Raises:
         ConfigError: a name is not in `VARIED`.
@@ -41,16 +43,19 @@ def choices_of(recipe: Recipe, *, vary: Sequence[str] = ()) -> Choices:
     for name in vary:
         if name not in VARIED:
             rule = "cannot be varied" if name else "names no group"
-            raise ConfigError("--vary", name, rule, f"try {' or '.join(VARIED)}; all else varies anyway")
+            cure = f"try {', '.join(VARIED)} or cluster=h100,h200; all else varies anyway"
+            raise ConfigError("--vary", name, rule, cure)
+    given = vary if isinstance(vary, Mapping) else dict.fromkeys(vary, ())
     schedules = [other for schedule in _defaults("schedule") for other in schedule.alternatives()]
     # Not the policies that leave recomputation to a compiler: their memory cannot be predicted.
     acs = [policy for policy in _defaults("ac") if policy.compiler_budget() is None]
-    compiles = [Compile(), Compile(blocks=True, loss=True)] if "compile" in vary else []
+    all_of = {"precision": _defaults("precision"), "compile": [Compile(), Compile(blocks=True, loss=True)]}
+    varied = {name: given[name] or all_of[name] for name in given}
     return Choices(
         schedules=_named([recipe.schedule, *schedules], _name_of_schedule),
         acs=_named([recipe.ac, *acs], _name),
-        precisions=_named([recipe.precision, *(_defaults("precision") if "precision" in vary else [])], _name),
-        compiles=_named([recipe.compile, *compiles], _name_of_compile),
+        precisions=_named([recipe.precision, *varied.get("precision", ())], _name),
+        compiles=_named([recipe.compile, *varied.get("compile", ())], _name_of_compile),
     )
 
 
@@ -88,8 +93,12 @@ def _name(value: Any) -> str:
     return " ".join([value.kind, *changed])
 
 
-# Reason for which a layout is left out although no rule forbids it.
+# Reasons for which a layout is left out although no rule forbids it, if others are left.
 BEYOND_NODE = "tensor parallelism would leave its node"
+UNEVEN_NODES = "shards of a copy of the model would fill some nodes in part"
+SHORT_CHUNKS = "context parallelism would cut sequences into chunks of fewer than 1,024 tokens"
+# A ring needs two chunks for each rank. Shorter ones leave a GPU too little work between two exchanges.
+_LEAST_CHUNK = 1024
 
 
 class Choice(NamedTuple):
@@ -136,27 +145,48 @@ class LayoutSpace:
         # Only edges and one block: the rules look at each parameter, but blocks are alike.
         self._account = dataclasses.replace(facts.sample, layers=facts.account.layers, pieces=facts.account.pieces)
         # Caches with the lifetime of the space: each rule is checked once for all layouts that are equal for it.
-        self.recipe_of = functools.cache(self._recipe_of)
+        # Points come in the order of their bounds: few of them are asked for again much later.
+        self.recipe_of = functools.lru_cache(maxsize=4096)(self._recipe_of)
         self._context_broken = functools.cache(self._context_rule)
         self._expert_broken = functools.cache(self._expert_rule)
         self._tensor_broken = functools.cache(self._tensor_rule)
         self._legal = functools.cache(self._legal_schedules)
         self._parallelism = functools.cache(self._with_degrees)
+        self._reducing_last = functools.cache(
+            lambda layout: dataclasses.replace(self._parallelism(layout), reduce_gradients="last")
+        )
         self._training = functools.cache(lambda size: dataclasses.replace(recipe.training, microbatch=size))
 
     def layouts(self) -> list[Layout]:
-        """All layouts that the rules allow, tensor parallelism inside a node if any such layout is allowed."""
-        inside: list[Layout] = []
-        beyond: list[Layout] = []
+        """All layouts that the rules allow, without those that are never fast if others are allowed."""
+        found: dict[str, list[Layout]] = {reason: [] for reason in ("", UNEVEN_NODES, SHORT_CHUNKS, BEYOND_NODE)}
+        batch = self.recipe.training.global_batch
         self.dropped.clear()
-        for layout in self._with_experts(all_layouts(self.world)):
-            if rule := self.broken(layout):
-                self.dropped[rule] += 1
-            else:
-                (inside if self.per_node % layout.tensor == 0 else beyond).append(layout)
-        if inside and beyond:
-            self.dropped[BEYOND_NODE] += len(beyond)
-        return inside or beyond
+        for layouts in _without_experts(self.world):
+            first = layouts[0]
+            # A large world has hundreds of thousands of layouts: one look for those with the same rule.
+            alike = batch % first.data > 0 or (first.tensor == 1 and self._account.experts is None)
+            if alike and (rule := self.broken(first)):
+                self.dropped[rule] += sum(1 + len(self._expert_degrees(layout)) for layout in layouts)
+                continue
+            for layout in self._with_experts(layouts):
+                if rule := self.broken(layout):
+                    self.dropped[rule] += 1
+                else:
+                    found[self._never_fast(layout)].append(layout)
+        chosen = next((reason for reason, layouts in found.items() if layouts), "")
+        self.dropped.update({reason: len(layouts) for reason, layouts in found.items() if layouts and reason != chosen})
+        return found[chosen]
+
+    def _never_fast(self, layout: Layout) -> str:
+        """Why another layout of the space is at least as fast; empty: none is known to be."""
+        if self.per_node % layout.tensor:
+            return BEYOND_NODE
+        is_short = layout.context > 1 and self.recipe.training.seq_len < 2 * _LEAST_CHUNK * layout.context
+        if is_short and self.recipe.cluster.accelerator == "cuda":
+            return SHORT_CHUNKS
+        copy = layout.fsdp * layout.tensor
+        return UNEVEN_NODES if layout.replicate > 1 and copy % self.per_node and self.per_node % copy else ""
 
     def has_layouts(self) -> bool:
         """Whether the rules allow any layout; if there is none in a large world, much faster than `layouts`."""
@@ -175,12 +205,17 @@ class LayoutSpace:
 
     def _with_experts(self, layouts: Iterable[Layout]) -> Iterator[Layout]:
         """The layouts, with each degree into which they can divide the model's experts."""
-        experts = self._account.experts
         for layout in layouts:
             yield layout
-            if experts is not None and (layout.tensor == 1 or self.recipe.parallelism.sequence_parallel):
-                for degree in divisors(math.gcd(experts.count, layout.fsdp * layout.tensor))[1:]:
-                    yield dataclasses.replace(layout, expert=degree)
+            for degree in self._expert_degrees(layout):
+                yield dataclasses.replace(layout, expert=degree)
+
+    def _expert_degrees(self, layout: Layout) -> Sequence[int]:
+        """Degrees above 1 into which a layout can divide the model's experts."""
+        experts = self._account.experts
+        if experts is None or (layout.tensor > 1 and not self.recipe.parallelism.sequence_parallel):
+            return ()
+        return divisors(math.gcd(experts.count, layout.fsdp * layout.tensor))[1:]
 
     def points(self, layout: Layout) -> Iterator[SpacePoint]:
         """The points of a layout; `broken_rule` says whether one of them is a recipe."""
@@ -221,6 +256,9 @@ class LayoutSpace:
             precision=point.precision.value,
             compile=point.compile.value,
         )
+        if recipe.parallelism.reduce_gradients == "auto" and recipe.reduces_each:
+            # In most cases the faster choice; where it does not fit, the ranking takes the other.
+            vars(recipe).update(parallelism=self._reducing_last(point.layout))
         return recipe
 
     def broken_rule(self, recipe: Recipe) -> str:
@@ -289,6 +327,16 @@ class LayoutSpace:
         )
 
 
+def reducing_each(recipe: Recipe) -> Recipe:
+    """The recipe with a reduction of gradients after each microbatch, as `auto` if that is the same."""
+    found = copy.copy(recipe)
+    for choice in ("auto", "each"):
+        vars(found).update(parallelism=dataclasses.replace(recipe.parallelism, reduce_gradients=choice))
+        if found.reduces_each:
+            break
+    return found
+
+
 def _broken(check: Callable[..., None], *given: Any, **named: Any) -> str:
     """The text of the rule that a check says is broken; empty: none."""
     try:
@@ -299,15 +347,14 @@ def _broken(check: Callable[..., None], *given: Any, **named: Any) -> str:
 
 
 def all_layouts(world: int) -> Iterator[Layout]:
+    return itertools.chain.from_iterable(_without_experts(world))
+
+
+def _without_experts(world: int) -> Iterator[list[Layout]]:
+    """All layouts, those together that differ only in `replicate` and `shard`."""
     for pipeline in divisors(world):
         for tensor in divisors(world // pipeline):
-            left = world // pipeline // tensor
-            for context in divisors(left):
-                for replicate in divisors(left // context):
-                    yield Layout(
-                        pipeline=pipeline,
-                        replicate=replicate,
-                        shard=left // context // replicate,
-                        context=context,
-                        tensor=tensor,
-                    )
+            for context in divisors(world // pipeline // tensor):
+                data = world // pipeline // tensor // context
+                within = {"pipeline": pipeline, "context": context, "tensor": tensor}
+                yield [Layout(**within, replicate=copies, shard=data // copies) for copies in divisors(data)]

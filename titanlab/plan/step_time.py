@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from titanlab.costs import (
@@ -20,7 +20,7 @@ from titanlab.costs import (
 from titanlab.plan.block_time import exposed, model_time, rows_of, seconds_of
 from titanlab.plan.machine import Machine, axis_of
 from titanlab.plan.memory import stored_pieces
-from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, least_time, pipeline_time, rank_stages
+from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, pipeline_time, rank_stages
 from titanlab.plan.stages import Seen, message_bytes, model_facts
 from titanlab.recipe import Recipe, step_of
 
@@ -46,18 +46,30 @@ class StepTime:
     mfu: float
 
 
-def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = pipeline_time) -> StepTime:
+# The parts of a step for its blocks and its pipeline, and the sums of the busiest rank.
+BlocksTime = tuple[dict[str, float], RankTime]
+
+
+def step_time(
+    recipe: Recipe,
+    machine: Machine,
+    *,
+    pipeline: PipelineEstimate = pipeline_time,
+    blocks: BlocksTime | None = None,
+) -> StepTime:
     """Estimate the time of a step.
 
     Args:
         pipeline: gives the time of a pipeline. `simulated_time` simulates each action; `pipeline_time` is within 1 % of
             that, from a shorter simulation that recipes share; `least_time` is a bound.
+        blocks: the times of `blocks_time`, if they are known.
 
     Raises:
         ConfigError: the pipeline's split or schedule does not fit the model or the batch.
     """
     formats, fsdp = recipe.precision.formats(), _is_fsdp(recipe)
-    parts, busiest = _blocks(recipe, machine, pipeline)
+    known, busiest = blocks or blocks_time(recipe, machine, pipeline)
+    parts = dict(known)
     # The optimizer reads and writes parameters, gradients (which have the size of the parameters) and states.
     pieces = stored_pieces(
         *(recipe.model, recipe.precision, recipe.optimizer, recipe.layout.tensor),
@@ -70,6 +82,8 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
     moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
     world = axis_of(recipe.layout, "world", machine.per_node)
     parts["optimizer"] = moved / (machine.memory_bytes_per_second * machine.efficiencies.fused_memory)
+    update_flops = busiest.blocks * block.update_flops + sum(piece.update_flops for piece in others)
+    parts["optimizer"] += update_flops / machine.flops_per_second("bfloat16")
     parts["optimizer"] += machine.tree_seconds(world, TOTALS_BYTES)
     parts["stragglers"] = _straggling(recipe, machine, sum(parts.values()))
     seconds = sum(parts.values())
@@ -80,15 +94,12 @@ def step_time(recipe: Recipe, machine: Machine, *, pipeline: PipelineEstimate = 
     return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
 
 
-def least_seconds(recipe: Recipe, machine: Machine) -> float:
+def least_seconds(recipe: Recipe, machine: Machine, blocks: BlocksTime) -> float:
     """A lower bound of the seconds of a step, the same for all recipes that differ only in `replicate` and `shard`.
 
     Includes the blocks, the pipeline's bound and the stragglers, but not data parallelism and the optimizer.
-
-    Raises:
-        ConfigError: as `step_time`.
     """
-    seconds = sum(_blocks(recipe, machine, least_time)[0].values())
+    seconds = sum(blocks[0].values())
     return seconds + _straggling(recipe, machine, seconds)
 
 
@@ -102,8 +113,12 @@ def _straggling(recipe: Recipe, machine: Machine, seconds: float) -> float:
     return seconds * machine.efficiencies.stragglers * math.log2(nodes)
 
 
-def _blocks(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) -> tuple[dict[str, float], RankTime]:
-    """The parts of a step for its blocks and its pipeline, and the sums of the busiest rank."""
+def blocks_time(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) -> BlocksTime:
+    """Does not depend on `replicate` and `shard`, only on their product.
+
+    Raises:
+        ConfigError: as `step_time`.
+    """
     layout, schedule, microbatches = recipe.layout, recipe.schedule, recipe.microbatches
     times = model_time(recipe, machine)
     busiest, stages = rank_stages(times, schedule, recipe.parallelism.split, layout.pipeline)
@@ -147,7 +162,8 @@ def _add_data_parallel(
             summing = machine.collective_seconds(axis, wire, count=buckets, hops=2 * (axis.ranks - 1))
             parts["replicate"] += exposed(stage.whole.back, summing * (1 - 1 / buckets), machine) + summing / buckets
         return
-    seen = Seen((recipe.model, recipe.precision, layout), recipe)
+    # Each unit counts once, and the pipeline is the outermost axis: its degree changes nothing.
+    seen = Seen((recipe.model, recipe.precision, replace(layout, pipeline=1)), recipe)
     block, edges = _sharding(seen, machine, (facts.block,)), _sharding(seen, machine, stage.edges)
     ahead, back = stage.own.ahead / max(1, blocks), stage.own.back / max(1, blocks)
     freed, kept = freed_and_kept(blocks, reshards=recipe.parallelism.frees_after_forward)
@@ -160,18 +176,24 @@ def _add_data_parallel(
     )
     parts["shard"] += microbatches * late
     ahead_exposed, back_exposed = exposed(ahead, gather, machine), exposed(back, gather, machine)
+    # Microbatches before the last one that reduce too.
+    more = microbatches - 1 if recipe.reduces_each else 0
     # The next forward hides a gather, and the backward hides the gather of the block before and the reduction of the
-    # block after. Reductions run in the backward of the last microbatch only.
-    hidden = freed * (microbatches * ahead_exposed + (microbatches - 1) * back_exposed)
-    hidden += freed * exposed(back, gather + reduce, machine)
-    hidden += kept * (ahead_exposed + exposed(back, reduce, machine))
+    # block after.
+    hidden = freed * (microbatches * ahead_exposed + (microbatches - 1 - more) * back_exposed)
+    hidden += freed * (exposed(back, gather + reduce, machine) + more * exposed(back, gather + block.scatter, machine))
+    hidden += kept * (ahead_exposed + exposed(back, reduce, machine) + more * exposed(back, block.scatter, machine))
+    # The next forward hides the last reductions of the microbatch before. In a pipeline only blocks reduce more often.
+    more_edges = more if layout.pipeline == 1 else 0
+    ends = block.scatter + edges.scatter * (more_edges > 0)
+    hidden += more * exposed(stage.whole.ahead, ends, machine)
     # No computation hides the first gathers and the last reductions.
     share = block.replicas / (gather * (1 + (freed > 0)) + reduce) if reduce else 0.0
     parts["replicate"] += share * hidden + block.replicas + edges.replicas
     parts["shard"] += (1 - share) * hidden + edges.gather + gather + block.scatter + edges.scatter
-    # The gradients of each further microbatch are added to those of the whole model, in the format of the sums.
-    added = formats.compute_bytes + 2 * formats.reduce_bytes
-    parts["compute"] += (microbatches - 1) * (blocks * block.elements + edges.elements) * added / _eager(machine)
+    # Gradients that are not reduced after each microbatch are added to whole ones, in the format of the sums.
+    summed = (microbatches - 1 - more) * blocks * block.elements + (microbatches - 1 - more_edges) * edges.elements
+    parts["compute"] += summed * (formats.compute_bytes + 2 * formats.reduce_bytes) / _eager(machine)
     if layout.fsdp == 1 and not formats.mixed:
         return
     # Casts and copies around collectives.
@@ -184,7 +206,8 @@ def _add_data_parallel(
     reduced = formats.compute_bytes + formats.reduce_bytes
     gather_block, gather_edges = ((2 * unit.gathered_bytes + unit.elements * cast) / rate for unit in (block, edges))
     reduce_block, reduce_edges = (unit.elements * reduced / rate for unit in (block, edges))
-    parts["compute"] += gathers * gather_block + blocks * reduce_block + (gather_edges + reduce_edges)
+    parts["compute"] += gathers * gather_block + gather_edges
+    parts["compute"] += (1 + more) * blocks * reduce_block + (1 + more_edges) * reduce_edges
 
 
 def _eager(machine: Machine) -> float:
@@ -220,7 +243,8 @@ class ShardingTraffic(NamedTuple):
 
 def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> ShardingTraffic:
     """FSDP2's communication for the pieces of one stage."""
-    rows, layout = rows_of(add_sharding, step, Coordinate(), 0, pieces), step.layout
+    once = replace(step, reduces_each=False)
+    rows, layout = rows_of(add_sharding, once, Coordinate(), 0, pieces), step.layout
     fsdp, replicate = (axis_of(layout, name, machine.per_node) for name in ("fsdp", "replicate"))
     experts = axis_of(layout, "expert_shard", machine.per_node)
     gathers = [row for row in rows if row.kind == "all_gather"]
@@ -243,5 +267,7 @@ def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Shardi
 
 @functools.lru_cache(maxsize=16384)
 def _sharding(seen: Seen, machine: Machine, pieces: tuple[str, ...]) -> ShardingTraffic:
-    step = step_of(seen.recipe, account=model_facts(seen.recipe.model).sample)
+    recipe = seen.recipe
+    layout = replace(recipe.layout, pipeline=1)
+    step = replace(step_of(recipe, account=model_facts(recipe.model).sample), layout=layout)
     return sharding_of(step, pieces, machine)

@@ -62,9 +62,8 @@ def folded(layout: Layout, *, most: int = MOST_PROCESSES, fixed: Mapping[str, st
     for axis, degree in least.items():
         if degree > most:
             why = fixed.get(axis, f"at most {most} processes are started")
-            raise ConfigError(
-                f"parallelism.{axis}", degree, f"cannot be folded to {most} processes: {why}", "allow more: --processes"
-            )
+            rule = f"cannot be folded to {most} processes: {why}"
+            raise ConfigError(f"parallelism.{axis}", degree, rule, "allow more: --processes")
     missing = list(least)
     layouts = []
     while missing:
@@ -319,6 +318,9 @@ def _reduce(case: Folded, sizes: Sizes, *, steps: int, runs: str, inductor: bool
         if getattr(recipe.parallelism, name):
             notes.append(f"parallelism.{name} {note}")
     parallelism = replace(recipe.parallelism, async_tensor=False, symmetric_memory=False, split=None)
+    if recipe.reduces_each:
+        # As in the real size: `auto` would find few gradients here.
+        parallelism = replace(parallelism, reduce_gradients="each")
     data = Synthetic(vocab_size=model.vocab_size, gaps=True)
     if recipe.data.document_mask:
         # A few documents in each sequence: some of one token, some cut by the sequence's end.

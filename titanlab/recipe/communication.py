@@ -42,6 +42,7 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
         float8_gathered=recipe.precision.float8_gathered(model),
         mixed=formats.mixed,
         reshards=config.frees_after_forward,
+        reduces_each=recipe.reduces_each,
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,
         loss_chunk=recipe.loss_chunk,

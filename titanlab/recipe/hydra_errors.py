@@ -229,9 +229,6 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
                 cure = "`titanlab train --help` lists them"
                 return ConfigError(group or ARGUMENTS, chosen, "is no option of a group", cure)
         return ConfigError(ARGUMENTS, " ".join(overrides), "an option of a group is named by text", HELP)
-    if (misplaced := re.match(r"In '?([^':]+)'?: Override '(\S+) : (\S+)' is defined before", message)) is not None:
-        cure = f"put what overrides at the end of the defaults of {misplaced[1]}.yaml"
-        return ConfigError(f"override /{misplaced[2]}", misplaced[3], "comes before what it is to override", cure)
     for override in overrides:
         # A recipe without a package: Hydra puts its keys below the name of its group.
         group, _, option = override.lstrip("+").partition("=")
@@ -248,9 +245,11 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
             return ConfigError(name, "", f"is no key of the sweeper, and {file}.yaml sets it", cure)
         error = unknown_key(name, "")
         return ConfigError(name, "", f"{error.rule}, and {file}.yaml sets it", error.cure)
-    if (named := re.match(r"In '([^']+)': (?:\w+ raised while composing config:\s*)?(.*)", message)) is not None:
+    if (named := re.match(r"In '?([^':]+)'?: (?:\w+ raised while composing config:\s*)?(.*)", message)) is not None:
         group, _, option = named[1].rpartition("/")
-        return ConfigError(group or "config", option, f"cannot be composed ({named[2]})", f"mend {named[1]}.yaml")
+        return ConfigError(
+            group or "config", option, f"cannot be composed ({first_line(named[2])})", f"mend {named[1]}.yaml"
+        )
     if message.startswith("Could not delete"):
         return ConfigError(key, value, "takes out what is not there", advice(bare))
     if (added := re.search(r"append to your default list use (\+\w+=\S+)", message)) is not None:

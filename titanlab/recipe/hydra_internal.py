@@ -118,11 +118,10 @@ def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
     values = values or {}
     if source.provider != "hydra":
         strangers.check_file(values, group, option, file)
-    for entry in values.get("defaults") or []:
-        for key, value in entry.items() if isinstance(entry, dict) else ():
+    for entry, key, chosen in strangers.chosen_groups(values, file):
+        if chosen in combining_groups() and isinstance(entry[key], list) and entry[key]:
             # Hydra would merge the options of a list into one config.
-            if (chosen := str(key).split()[-1].lstrip("/")) in combining_groups():
-                entry[key] = choice_of(chosen, value) if isinstance(value, list) and value else value
+            entry[key] = choice_of(chosen, entry[key])
     where = f"{source.scheme()}://{source.path}"
     return ConfigResult(config=OmegaConf.create(values), path=where, provider=source.provider, header=header)
 

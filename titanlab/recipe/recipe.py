@@ -45,6 +45,9 @@ _COMPARE = "compare it with `titanlab train --cfg job`"
 # Options by their schema and the text of their content.
 _OPTIONS: dict[tuple[type, str], Any] = {}
 _MOST_OPTIONS = 1024
+# Bytes of whole gradients that FSDP2 may keep between microbatches with `parallelism.reduce_gradients=auto`: those of a
+# billion parameters in float32, a twentieth of a GPU with 80 GB.
+MOST_WHOLE_GRADIENTS = 4 * 2**30
 
 
 @ranged("")
@@ -118,6 +121,19 @@ class Recipe:
         tokens = self.microbatch * self.training.seq_len // self.layout.context
         chunk = automatic_chunk(tokens=tokens, columns=-(-self.model.vocab_size // self.layout.tensor))
         return 0 if chunk and needs_whole_logits(self) is not None else chunk
+
+    @property
+    def reduces_each(self) -> bool:
+        """Whether gradients are reduced after each microbatch, and not only after the last one."""
+        choice, layout, formats = self.parallelism.reduce_gradients, self.layout, self.precision.formats()
+        if layout.data_parallelism(mixed=formats.mixed) == "none":
+            return False
+        if choice != "auto" or layout.pipeline > 1 or layout.fsdp == 1 or self.microbatches == 1:
+            return choice == "each"
+        account = _account(self.model)
+        experts = account.expert_count
+        elements = (account.parameter_count - experts) / layout.tensor + experts / max(layout.tensor, layout.expert)
+        return elements * formats.reduce_bytes > MOST_WHOLE_GRADIENTS
 
     @property
     def tokens_per_step(self) -> int:

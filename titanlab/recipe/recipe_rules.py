@@ -129,6 +129,9 @@ def _layout_fits(recipe: Recipe) -> None:
     check_pipeline(layout, config, account, recipe.schedule, microbatches=recipe.microbatches)
     if layout.pipeline > 1:
         pieces_by_stage(recipe)
+    if config.reduce_gradients == "each" and splits_backward(recipe):
+        rule = f"needs gradients block by block, and {recipe.schedule.kind} computes those of a stage at once"
+        raise ConfigError("parallelism.reduce_gradients", "each", rule, "try last, or schedule=1f1b")
     if config.cpu_offload and layout.fsdp == 1:
         rule = "moves sharded parameters, and nothing is sharded"
         raise ConfigError("parallelism.cpu_offload", True, rule, "try parallelism.shard=2")
@@ -167,6 +170,13 @@ def _attention(recipe: Recipe) -> None:
         raise ConfigError("model.attention", backend, f"{rule}, and this model's have {width}", "try efficient")
 
 
+def splits_backward(recipe: Recipe) -> bool:
+    """Whether the schedule of a resolved recipe's pipeline computes gradients of weights after those of inputs."""
+    ranks = recipe.layout.pipeline
+    splits: bool = ranks > 1 and recipe.schedule.splits_backward(ranks=ranks, microbatches=recipe.microbatches)
+    return splits
+
+
 def setting(recipe: Recipe) -> Setting:
     """The values of a resolved recipe that the rules of options may use."""
     formats = recipe.precision.formats()
@@ -180,8 +190,7 @@ def setting(recipe: Recipe) -> Setting:
         compiled=recipe.compile.backend if recipe.compile.blocks else "",
         sequence_parallel=recipe.parallelism.sequence_parallel,
         cpu_offload=recipe.parallelism.cpu_offload,
-        splits_backward=recipe.layout.pipeline > 1
-        and recipe.schedule.splits_backward(ranks=recipe.layout.pipeline, microbatches=recipe.microbatches),
+        splits_backward=splits_backward(recipe),
         rests_in=formats.master,
         computes_in=formats.compute,
         kinds={

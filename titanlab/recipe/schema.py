@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from titanlab.costs import AUTO, Setting
-from titanlab.errors import ConfigError
-from titanlab.options import option
-
-ON_NAN = ("stop", "skip", "rollback")
+from titanlab.options import NOT_PRICED, option
 
 
 @option("training")
@@ -47,55 +43,40 @@ class Training:
             checkpoints; null: no limit.
     """
 
-    steps: int = 1000
-    seq_len: int = 512
-    global_batch: int = 8
-    microbatch: int | None = None
-    loss_chunk: int | None = field(default=AUTO, metadata={"before": 0})
-    max_grad_norm: float | None = 1.0
-    deterministic: bool = False
-    validate_every: int = field(default=0, metadata={"identity": False})
-    validation_sequences: int = field(default=32, metadata={"identity": False})
-    log_every: int = field(default=10, metadata={"identity": False})
-    unmeasured_steps: int = field(default=3, metadata={"identity": False})
-    gc_every: int = field(default=100, metadata={"identity": False})
-    compare_ranks_every: int = field(default=50, metadata={"identity": False})
-    check_every: int = field(default=0, metadata={"identity": False})
-    on_nan: str = field(default="stop", metadata={"identity": False})
-    nan_limit: int = field(default=3, metadata={"identity": False})
-    step_timeout_seconds: float | None = field(default=None, metadata={"identity": False})
-    first_step_timeout_seconds: float | None = field(default=3600.0, metadata={"identity": False})
+    steps: int = field(default=1000, metadata={"least": 1})
+    seq_len: int = field(default=512, metadata={"least": 1})
+    global_batch: int = field(default=8, metadata={"least": 1})
+    microbatch: int | None = field(default=None, metadata={"least": 1, "cure": "try 1, or null for all"})
+    loss_chunk: int | None = field(
+        default=AUTO,
+        metadata={"before": 0, "least": AUTO, "cure": "try 1024, 0 for whole logits, or -1 to choose by their size"},
+    )
+    max_grad_norm: float | None = field(default=1.0, metadata={"positive": True, "cure": "try 1.0, or null"})
+    deterministic: bool = field(default=False, metadata=NOT_PRICED)
+    validate_every: int = field(default=0, metadata={"identity": False, "least": 0})
+    validation_sequences: int = field(default=32, metadata={"identity": False, "least": 1})
+    log_every: int = field(default=10, metadata={"identity": False, "least": 1})
+    unmeasured_steps: int = field(default=3, metadata={"identity": False, "least": 0})
+    gc_every: int = field(default=100, metadata={"identity": False, "least": 1})
+    compare_ranks_every: int = field(default=50, metadata={"identity": False, "least": 0})
+    check_every: int = field(default=0, metadata={"identity": False, "least": 0})
+    on_nan: str = field(default="stop", metadata={"identity": False, "choices": ("stop", "skip", "rollback")})
+    nan_limit: int = field(default=3, metadata={"identity": False, "least": 0})
+    step_timeout_seconds: float | None = field(
+        default=None, metadata={"identity": False, "least": 0, "cure": "try 600, 0 for no limit, or null"}
+    )
+    first_step_timeout_seconds: float | None = field(
+        default=3600.0, metadata={"identity": False, "positive": True, "cure": "try 600, or null for no limit"}
+    )
 
     def __post_init__(self) -> None:
-        for name in ("steps", "seq_len", "global_batch", "validation_sequences", "log_every", "gc_every"):
-            value = getattr(self, name)
-            if value < 1:
-                usual = type(self).__dataclass_fields__[name].default
-                raise ConfigError(f"training.{name}", value, "must be at least 1", f"try {usual}")
-        if self.on_nan not in ON_NAN:
-            raise ConfigError("training.on_nan", self.on_nan, f"is none of {', '.join(ON_NAN)}", "try stop")
-        for name in ("validate_every", "unmeasured_steps", "nan_limit", "check_every", "compare_ranks_every"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(f"training.{name}", value, "must not be negative", "try 0")
-        if self.step_timeout_seconds is not None and not self.step_timeout_seconds >= 0:
-            rule, cure = "must not be negative", "try 600, 0 for no limit, or null"
-            raise ConfigError("training.step_timeout_seconds", self.step_timeout_seconds, rule, cure)
-        if self.first_step_timeout_seconds is not None and not self.first_step_timeout_seconds > 0:
-            rule, cure = "must be positive", "try 600, or null for no limit"
-            raise ConfigError("training.first_step_timeout_seconds", self.first_step_timeout_seconds, rule, cure)
-        if self.microbatch is not None and self.microbatch < 1:
-            raise ConfigError("training.microbatch", self.microbatch, "must be at least 1", "try 1, or null for all")
         if self.loss_chunk is None:
             object.__setattr__(self, "loss_chunk", 0)
-        if self.loss_chunk is not None and self.loss_chunk < AUTO:
-            cure = "try 1024, 0 for whole logits, or -1 to choose by their size"
-            raise ConfigError("training.loss_chunk", self.loss_chunk, "is a number of tokens", cure)
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError("training.max_grad_norm", self.max_grad_norm, "must be positive", "try 1.0, or null")
 
 
-ACCELERATORS = ("auto", "cpu", "cuda")
+def _fact(example: float) -> Any:
+    """A positive number that is a fact of the machines, or null; it is not part of the identity."""
+    return field(default=None, metadata={"identity": False, "positive": True, "cure": f"try {example}, or null"})
 
 
 @option("cluster")
@@ -125,46 +106,20 @@ class Cluster:
             published runs; see `titanlab.plan.machine`.
     """
 
-    accelerator: str = "auto"
+    accelerator: str = field(default="auto", metadata={"choices": ("auto", "cpu", "cuda")})
     device: str | None = None
-    per_node: int | None = field(default=None, metadata={"identity": False})
-    nodes: int | None = field(default=None, metadata={"identity": False})
-    linked_nodes: int = field(default=1, metadata={"identity": False})
-    memory_gb: float | None = field(default=None, metadata={"identity": False})
-    link_gb_per_second: float | None = field(default=None, metadata={"identity": False})
-    network_gb_per_second: float | None = field(default=None, metadata={"identity": False})
-    peak_tflops: float | None = field(default=None, metadata={"identity": False})
-    memory_gb_per_second: float | None = field(default=None, metadata={"identity": False})
-    allocator_excess: float | None = field(default=None, metadata={"identity": False})
-    message_excess: float | None = field(default=None, metadata={"identity": False})
-    process_gb: float | None = field(default=None, metadata={"identity": False})
+    per_node: int | None = field(default=None, metadata={"identity": False, "least": 1, "cure": "try 8, or null"})
+    nodes: int | None = field(default=None, metadata={"identity": False, "least": 1, "cure": "try 8, or null"})
+    linked_nodes: int = field(default=1, metadata={"identity": False, "least": 1})
+    memory_gb: float | None = _fact(80)
+    link_gb_per_second: float | None = _fact(450)
+    network_gb_per_second: float | None = _fact(50)
+    peak_tflops: float | None = _fact(989)
+    memory_gb_per_second: float | None = _fact(3350)
+    allocator_excess: float | None = _fact(1.2)
+    message_excess: float | None = _fact(1.5)
+    process_gb: float | None = _fact(0.5)
     efficiencies: dict[str, float] = field(default_factory=dict, metadata={"identity": False})
-
-    def __post_init__(self) -> None:
-        if self.accelerator not in ACCELERATORS:
-            raise ConfigError(
-                "cluster.accelerator", self.accelerator, "is no accelerator", f"try {', '.join(ACCELERATORS)}"
-            )
-        for name in ("per_node", "nodes"):
-            count = getattr(self, name)
-            if count is not None and count < 1:
-                raise ConfigError(f"cluster.{name}", count, "must be at least 1", "try 8, or null")
-        if self.linked_nodes < 1:
-            raise ConfigError("cluster.linked_nodes", self.linked_nodes, "must be at least 1", "try 1")
-        examples = {
-            "memory_gb": 80,
-            "link_gb_per_second": 450,
-            "network_gb_per_second": 50,
-            "peak_tflops": 989,
-            "memory_gb_per_second": 3350,
-            "allocator_excess": 1.2,
-            "message_excess": 1.5,
-            "process_gb": 0.5,
-        }
-        for name, example in examples.items():
-            figure = getattr(self, name)
-            if figure is not None and not 0 < figure < math.inf:
-                raise ConfigError(f"cluster.{name}", figure, "must be a positive number", f"try {example}, or null")
 
 
 class LaunchSettings(Protocol):

@@ -120,18 +120,20 @@ def _choices(value: Any) -> Iterator[Any]:
         yield value
 
 
-def check_file(content: Mapping[Any, Any], group: str, option: str, file: object) -> None:
-    """Check that a YAML names no code, and sets no setting of Hydra that titanlab does not read."""
+def check_file(content: Mapping[Any, Any], within: str, option: str, file: object) -> None:
+    """Check that a YAML names no code, and sets no setting of Hydra that titanlab does not read.
+
+    Args:
+        within: the group of which the YAML is an option.
+    """
     for path, value in _code(content, "", within_hydra=True):
-        if group in [f"hydra/{name}" for name in _STARTERS]:
-            raise own_start_error(group, option)
+        if within in [f"hydra/{name}" for name in _STARTERS]:
+            raise own_start_error(within, option)
         raise ConfigError(path, value, f"{_RULE}: {file}", _CURE)
     where = f", and {file} sets it"
-    for entry in content.get("defaults") or []:
-        for key, chosen in entry.items() if isinstance(entry, dict) else ():
-            logging = key.split()[-1].lstrip("/")
-            if logging in _LOGGING and chosen not in ("none", "default"):
-                raise ConfigError(logging, chosen, f"{_UNREAD}{where}", _LOGS)
+    for entry, key, group in chosen_groups(content, file):
+        if group in _LOGGING and entry[key] not in ("none", "default"):
+            raise ConfigError(group, entry[key], f"{_UNREAD}{where}", _LOGS)
     settings = content.get("hydra")
     for key, value in settings.items() if isinstance(settings, dict) else ():
         is_nested = key in ("run", "sweep", "job") and isinstance(value, dict)
@@ -139,6 +141,19 @@ def check_file(content: Mapping[Any, Any], group: str, option: str, file: object
         for name, each in inner.items():
             if name != "mode" and each not in _UNSET:
                 _check_setting(name, each, where)
+
+
+def chosen_groups(content: Mapping[Any, Any], file: object) -> Iterator[tuple[dict[Any, Any], Any, str]]:
+    """Each mapping in the defaults list of a YAML, with its key and the group that the key names."""
+    for entry in content.get("defaults") or []:
+        for key in list(entry) if isinstance(entry, dict) else ():
+            words = str("" if key is None else key).split()
+            group = words[-1].lstrip("/") if words else ""
+            if group in ("", "override", "optional"):
+                # Hydra would end with an error of Python's.
+                shown = f"{'' if key is None else key}: {entry[key]}"
+                raise ConfigError("defaults", shown, f"names no group: {file}", "write GROUP: OPTION")
+            yield entry, key, group
 
 
 def _check_setting(name: str, value: Any, where: str = "") -> None:

@@ -26,7 +26,6 @@ from .hang import named as named
 from .hang import odd_calls as odd_calls
 from .hang import rank_rows as rank_rows
 from .hang import read_hang as read_hang
-from .hang import table_lines as table_lines
 from .hang import write_hang as write_hang
 from .identity import Identity as Identity
 from .identity import canonical as canonical

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from titanlab.errors import ConfigError
 from titanlab.records.files import read_object
@@ -188,6 +188,7 @@ class Wait:
     text: str = ""  # `all_reduce (shard, sequence number 41)`; empty if it is not known
     on: frozenset[int] = frozenset()  # ranks that have not come; empty if all have, or if they are not known
     call: Collective | None = None  # None for a message
+    skipped: str = ""  # messages that the rank in `on` should have started: it has ended its schedule
     at: str = ""  # the line of titanlab or of the user in which the rank is
 
     def __str__(self) -> str:
@@ -231,18 +232,21 @@ def diagnose(
             listing = ", ".join(f"rank {rank}: {reasons[rank]}" for rank in ranks[:_MOST_NAMED])
             why = f": {reasons[ranks[0]]}" if len(ranks) == 1 else f" ({listing})"
             return _accused(_who(ranks, phrase) + why, ranks, waits)
+    # From here on every rank has a record, or has one that cannot be read.
     if (different := different_calls(records)) is not None:
         return replace(different, waits=waits)
     awaited = {peer for wait in waits.values() for peer in wait.on}
     if outside := [rank for rank, wait in waits.items() if wait.verb != "wait"]:
         ranks = [rank for rank in outside if rank in awaited] or outside
         return _accused(_listed({rank: waits[rank] for rank in ranks}), ranks, waits)
-    if (skipped := _skipped_message(records, waits)) is not None:
-        return skipped
+    if (wait := next((wait for wait in waits.values() if wait.skipped), None)) is not None:
+        (peer,) = wait.on
+        instead = f" and {_agreeing(waits[peer], 1)}" if waits[peer].text else ""
+        return _accused(f"rank {peer} {wait.skipped}{instead}", [peer], waits)
     # Every rank with a record waits. If each waits for another, the graph of waits has a cycle.
-    blocked = [rank for rank, wait in waits.items() if wait.on]
-    calls = {rank: call for rank in blocked if (call := waits[rank].call) is not None}
-    if (odd := _unlike_before(records, calls, fewer_than=len(blocked))) is not None:
+    blocked = {rank: wait.call for rank, wait in waits.items() if wait.on}
+    calls = {rank: call for rank, call in blocked.items() if call is not None}
+    if (odd := _odd(records, calls, fewer_than=len(blocked))) is not None:
         return _accused(odd.verdict, odd.ranks, waits)
     if ends := sorted(rank for rank in awaited if rank in waits and not waits[rank].on and not waits[rank].text):
         place = f" in {waits[ends[0]].at}" if waits[ends[0]].at else ""
@@ -268,22 +272,11 @@ def different_calls(records: Mapping[int, HangRecord]) -> Diagnosis | None:
     unclear = None
     for _, by_sequence in sorted(calls.items()):
         differ = (group for _, group in sorted(by_sequence.items()) if len(set(map(_signature, group.values()))) > 1)
-        if (by_rank := next(differ, None)) is None:
-            continue
-        # A rank is wrong if it calls something else than in its own earlier steps; if no rank does, if it calls
-        # something else than more than half of the ranks.
-        wrong: dict[int, _Deviation | None] = {**_deviating(records, by_rank)}
-        if not wrong:
-            ((usual, count),) = Counter(map(_signature, by_rank.values())).most_common(1)
-            if 2 * count > len(by_rank):
-                wrong = {rank: None for rank, call in by_rank.items() if _signature(call) != usual}
-        others = [rank for rank in by_rank if rank not in wrong]
-        if wrong and others:
-            right = by_rank[others[0]]
-            text = _odd_text(records, by_rank, wrong, where=f"{_who(others, 'call')} {_with_sizes(right)}")
-            return Diagnosis(verdict=text, ranks=tuple(sorted(wrong)), pending=records[others[0]].described(right))
-        # Another group may show which ranks are wrong.
-        unclear = unclear or by_rank
+        if (by_rank := next(differ, None)) is not None:
+            if (odd := _odd(records, by_rank, fewer_than=len(by_rank), are_at_one_place=True)) is not None:
+                return odd
+            # Another group may show which ranks are wrong.
+            unclear = unclear or by_rank
     if unclear is None:
         return None
     first, call = next(iter(unclear.items()))
@@ -303,71 +296,66 @@ def odd_calls(records: Mapping[int, HangRecord], failed: int) -> Diagnosis | Non
         call = next((call for call in reversed(record.collectives) if not call.is_message), None)
         if call is not None and call.group in record.groups and failed in record.groups[call.group].ranks:
             last[rank] = call
-    return _unlike_before(records, last, fewer_than=max(len(records), 2))
+    return _odd(records, last, fewer_than=max(len(records), 2))
 
 
-class _Deviation(NamedTuple):
-    """The collective that a rank called here in earlier steps, and whether the rank has now skipped it."""
+def _odd(
+    records: Mapping[int, HangRecord],
+    calls: Mapping[int, Collective],
+    *,
+    fewer_than: int,
+    are_at_one_place: bool = False,
+) -> Diagnosis | None:
+    """The verdict over the ranks whose call is not that of their own earlier steps; None if none is, or too many are.
 
-    expected: Collective
-    is_skip: bool
+    Args:
+        are_at_one_place: the calls have one group and sequence number, so they should be the same: without a rank that
+            differs from its own steps, those are wrong that differ from more than half of the ranks.
+    """
+    past = {rank: _usual_call(records[rank], call) for rank, call in calls.items()}
+    wrong = {rank: usual for rank, usual in past.items() if usual is not None}
+    if are_at_one_place and not wrong:
+        ((most, count),) = Counter(map(_signature, calls.values())).most_common(1)
+        if 2 * count > len(calls):
+            wrong = {rank: (call, False) for rank, call in calls.items() if _signature(call) != most}
+    if not 0 < len(wrong) < fewer_than:
+        return None
+    ranks = sorted(wrong)
+    record, call = records[ranks[0]], calls[ranks[0]]
+    expected, is_skipped = wrong[ranks[0]]
+    pending, text = record.described(call), f"{_who(ranks, 'call')} {_with_sizes(call)}"
+    if is_skipped or not are_at_one_place:
+        verb = "skipped" if is_skipped else "have not called"
+        text = f"{_who(ranks, verb)} {_with_sizes(expected)} and called {_with_sizes(call)}"
+    if are_at_one_place:
+        others = [rank for rank in calls if rank not in wrong]
+        pending = records[others[0]].described(calls[others[0]])
+        text += f" where {_who(others, 'call')} {_with_sizes(calls[others[0]])}"
+    text += f" ({record.axis(call.group)}, sequence number {call.sequence})"
+    text += f"; rank {ranks[0]} is at {record.source}" if record.source is not None else ""
+    return Diagnosis(verdict=text, ranks=tuple(ranks), pending=pending)
 
 
-def _deviating(records: Mapping[int, HangRecord], calls: Mapping[int, Collective]) -> dict[int, _Deviation]:
-    """The ranks whose call differs from their own call at the same place of earlier steps.
+def _usual_call(record: HangRecord, call: Collective) -> tuple[Collective, bool] | None:
+    """What a rank called at the same place of earlier steps, and whether it now skipped that; None: no difference.
 
     The same place is the one before which the most collectives are the same.
     """
-    deviating = {}
-    for rank, call in calls.items():
-        record = records[rank]
-        known = [each for each in record.collectives if not each.is_message]
-        signatures = [(record.axis(each.group), _signature(each)) for each in known]
-        index = next((number for number, each in enumerate(known) if each is call), 0)
-        earlier, most = 0, 0
-        for place in range(index - 1, 0, -1):
-            if most >= place:
-                break
-            equal = 0
-            while equal < place and signatures[place - 1 - equal] == signatures[index - 1 - equal]:
-                equal += 1
-            if equal > most:
-                earlier, most = place, equal
-        if most >= _FEWEST_EQUAL and signatures[earlier] != signatures[index]:
-            is_skip = earlier + 1 < index and signatures[earlier + 1] == signatures[index]
-            deviating[rank] = _Deviation(known[earlier], is_skip)
-    return deviating
-
-
-def _unlike_before(
-    records: Mapping[int, HangRecord], calls: Mapping[int, Collective], *, fewer_than: int
-) -> Diagnosis | None:
-    """The verdict over the ranks whose call is not that of their earlier steps; None if none is, or too many are."""
-    wrong = _deviating(records, calls)
-    if not 0 < len(wrong) < fewer_than:
+    known = [each for each in record.collectives if not each.is_message]
+    signatures = [(record.axis(each.group), _signature(each)) for each in known]
+    index = next((number for number, each in enumerate(known) if each is call), 0)
+    earlier, most = 0, 0
+    for place in range(index - 1, 0, -1):
+        if most >= place:
+            break
+        equal = 0
+        while equal < place and signatures[place - 1 - equal] == signatures[index - 1 - equal]:
+            equal += 1
+        if equal > most:
+            earlier, most = place, equal
+    if most < _FEWEST_EQUAL or signatures[earlier] == signatures[index]:
         return None
-    ranks = tuple(sorted(wrong))
-    pending = records[ranks[0]].described(calls[ranks[0]])
-    return Diagnosis(verdict=_odd_text(records, calls, wrong), ranks=ranks, pending=pending)
-
-
-def _odd_text(
-    records: Mapping[int, HangRecord],
-    calls: Mapping[int, Collective],
-    wrong: Mapping[int, _Deviation | None],
-    *,
-    where: str = "",
-) -> str:
-    """What wrong ranks have called; `where` says what the others call."""
-    ranks = sorted(wrong)
-    record, call, deviation = records[ranks[0]], calls[ranks[0]], wrong[ranks[0]]
-    text = f"{_who(ranks, 'call')} {_with_sizes(call)}"
-    if deviation is not None and (deviation.is_skip or not where):
-        verb = "skipped" if deviation.is_skip else "have not called"
-        text = f"{_who(ranks, verb)} {_with_sizes(deviation.expected)} and called {_with_sizes(call)}"
-    text += f" where {where}" if where else ""
-    text += f" ({record.axis(call.group)}, sequence number {call.sequence})"
-    return text + (f"; rank {ranks[0]} is at {record.source}" if record.source is not None else "")
+    return known[earlier], earlier + 1 < index and signatures[earlier + 1] == signatures[index]
 
 
 def _signature(call: Collective) -> tuple[str, tuple[tuple[int, ...], ...]]:
@@ -392,7 +380,11 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
         return frozenset(behind.union(absent).intersection(ranks))
 
     waits = {}
-    in_ring = {rank for rank, record in records.items() if _is_in_ring(record)}
+    in_ring = {
+        rank
+        for rank, record in records.items()
+        if any(line.file.endswith(_RING_FILE) and line.function in _RING_FUNCTIONS for line in record.stack)
+    }
     for rank in sorted(set(records) - set(absent)):
         record = records[rank]
         at = str(record.source) if record.source is not None else ""
@@ -400,12 +392,8 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
             stands = _ACTIVITIES.get(record.activity, "stand")
             waits[rank] = Wait(verb="compute" if record.state == "computes" else stands, at=at)
             continue
-        if record.messages is not None and (message := record.messages.waiting) is not None:
-            direction = "to" if message.operation == "send" else "from"
-            text = f"{message.operation} of the {message.what} of microbatch {message.microbatch} {direction} "
-            text += f"stage {message.peer_stage} (pipeline, stage {message.stage})"
-            is_late = message.peer in absent or _missing(record, records.get(message.peer), message.operation) > 0
-            waits[rank] = Wait(text=text, on=frozenset({message.peer} if is_late else ()), at=at)
+        if record.messages is not None and record.messages.waiting is not None:
+            waits[rank] = _wait_for_message(record, record.messages.waiting, records, absent, at)
             continue
         # A collective that raised an error counts as done; it is the last one.
         failed = record.collectives[-1:] if record.state == "raised" else ()
@@ -417,7 +405,8 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
         found = []
         for call in firsts.values():
             ranks = record.groups[call.group].ranks if call.group in record.groups else ()
-            on = frozenset(absent).intersection(ranks) if call.is_message else late(call.group, ranks, call.sequence)
+            # Messages have numbers of their own: only absent ranks are known to be late.
+            on = late(call.group, ranks, 0 if call.is_message else call.sequence)
             found.append(Wait(text=record.described(call), on=on, call=call, at=at))
         if not found and rank in in_ring:
             # No list of collectives contains the messages of a ring.
@@ -428,37 +417,25 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
     return waits
 
 
-def _is_in_ring(record: HangRecord) -> bool:
-    return any(place.file.endswith(_RING_FILE) and place.function in _RING_FUNCTIONS for place in record.stack)
-
-
-def _missing(ours: HangRecord, theirs: HangRecord | None, operation: str) -> int:
-    """Number of sends to a peer, or receives from it, that the peer has not started; 0 without its messages."""
-    if ours.messages is None or theirs is None or theirs.messages is None:
-        return 0
-    if operation == "send":
-        return ours.messages.sent.get(theirs.rank, 0) - theirs.messages.received.get(ours.rank, 0)
-    return ours.messages.received.get(theirs.rank, 0) - theirs.messages.sent.get(ours.rank, 0)
-
-
-def _skipped_message(records: Mapping[int, HangRecord], waits: Mapping[int, Wait]) -> Diagnosis | None:
-    """The verdict about a rank that has ended its schedule without starting a message for which another rank waits."""
-    for rank, wait in waits.items():
-        messages = records[rank].messages
-        if messages is None or (waiting := messages.waiting) is None or not wait.on:
-            continue
-        (peer,) = wait.on
-        theirs = records[peer].messages
-        if theirs is None or theirs.runs or records[peer].step != records[rank].step:
-            continue
-        opposite = "recv" if waiting.operation == "send" else "send"
-        missing = _missing(records[rank], records[peer], waiting.operation)
+def _wait_for_message(
+    record: HangRecord, message: Waiting, records: Mapping[int, HangRecord], absent: Collection[int], at: str
+) -> Wait:
+    """The wait of a pipeline's rank; the other rank is late if it has started fewer messages than this one."""
+    ours, peer = record.messages, records.get(message.peer)
+    theirs = None if peer is None else peer.messages
+    missing, is_send = 0, message.operation == "send"
+    if ours is not None and theirs is not None and is_send:
+        missing = ours.sent.get(message.peer, 0) - theirs.received.get(record.rank, 0)
+    elif ours is not None and theirs is not None:
+        missing = ours.received.get(message.peer, 0) - theirs.sent.get(record.rank, 0)
+    is_late, skipped = message.peer in absent or missing > 0, ""
+    if peer is not None and theirs is not None and is_late and not theirs.runs and peer.step == record.step:
+        opposite = "recv" if is_send else "send"
         count = f"a {opposite}" if missing == 1 else f"{missing} {opposite}s"
-        text = f"rank {peer} (stage {waiting.peer_stage}) skipped {count} ({waiting.what})"
-        if peer in waits and waits[peer].text:
-            text += f" and {_agreeing(waits[peer], 1)}"
-        return _accused(text, [peer], waits)
-    return None
+        skipped = f"(stage {message.peer_stage}) skipped {count} ({message.what})"
+    text = f"{message.operation} of the {message.what} of microbatch {message.microbatch} "
+    text += f"{'to' if is_send else 'from'} stage {message.peer_stage} (pipeline, stage {message.stage})"
+    return Wait(text=text, on=frozenset({message.peer} if is_late else ()), skipped=skipped, at=at)
 
 
 def _accused(text: str, ranks: Iterable[int], waits: Mapping[int, Wait]) -> Diagnosis:
@@ -506,10 +483,6 @@ def _with_sizes(call: Collective) -> str:
     return f"{call.operation} of {sizes}" if sizes else call.operation
 
 
-_HEADINGS = {"rank": "rank", "state": "state", "phase": "phase", "last": "last collective", "waits_for": "waits for"}
-_STACK_LINES = 8
-
-
 def rank_rows(
     diagnosis: Diagnosis, records: Mapping[int, HangRecord], others: Mapping[int, str], *, world: int
 ) -> list[dict[str, Any]]:
@@ -542,22 +515,3 @@ def rank_rows(
                 row |= {"last": wait.text, "is_done": False}
         rows.append(row)
     return rows
-
-
-def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The table, and below it the place of every rank; ranks at the same place share one line."""
-    table = [list(_HEADINGS.values())]
-    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for row in rows:
-        cells = {key: "" if row[key] is None else str(row[key]) for key in _HEADINGS}
-        if row["last"] is not None:
-            cells["last"] += ": done" if row["is_done"] else ": pending"
-        cells["waits_for"] = ", ".join(map(str, row["waits_for"]))
-        table.append(list(cells.values()))
-        places[tuple(row["stack"][:_STACK_LINES])].append(row["rank"])
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
-    for stack, ranks in places.items():
-        if stack:
-            lines += ["", f"{named(ranks)}, innermost call first:", *(f"  {place}" for place in stack)]
-    return lines

@@ -19,7 +19,8 @@ from titanlab.report.figures.style import records_of
 from titanlab.report.frames import sweep_frame
 from titanlab.sweep import SweepFolder, groups, rank, ranking_lines
 from titanlab.system import user_path
-from titanlab.techniques.schedule.action import Kind, Timeline, simulate
+from titanlab.techniques.schedule import contract
+from titanlab.techniques.schedule.action import DURATIONS, Kind, Timeline
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -140,8 +141,6 @@ def memory_frame(path: Path | str) -> DataFrame:
     return pd.DataFrame(rows, columns=list(MEMORY_COLUMNS)).astype(dict.fromkeys(numbers, float))
 
 
-# A backward pass takes twice as long as a forward pass, and each of its halves as long as a forward pass.
-DURATIONS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 # A schedule whose order comes from a file.
 _OF_A_FILE = "csv"
 _IDLE = ("bubble_percent", "peak_in_flight")
@@ -167,7 +166,9 @@ def timeline_of(
     known = schedules()
     if schedule not in known:
         raise ConfigError("schedule", schedule, "is no schedule without a file", f"known: {', '.join(known)}")
-    return _simulated(known[schedule], ranks, microbatches, durations, transfer)
+    return contract.timeline_of(
+        known[schedule], ranks=ranks, microbatches=microbatches, durations=durations, transfer=transfer
+    )
 
 
 def schedules() -> dict[str, PipelineSchedule]:
@@ -195,7 +196,7 @@ def schedules_frame(
     rows = []
     for (name, schedule), size, count in itertools.product(schedules().items(), ranks, microbatches):
         with contextlib.suppress(ConfigError):
-            timeline = _simulated(schedule, size, count, DURATIONS, transfer)
+            timeline = contract.timeline_of(schedule, ranks=size, microbatches=count, transfer=transfer)
             own = {"schedule": name, "ranks": size, "microbatches": count, "step": timeline.duration}
             rows.append({**own, "stages_per_rank": len(timeline.placement) // size, **_idle(timeline)})
     names = ["schedule", "ranks", "microbatches", "stages_per_rank", "step", *_IDLE]
@@ -221,7 +222,7 @@ def pipelines_frame(path: Path | str) -> DataFrame:
         run = sweep.run(str(row["run"]))
         recipe = from_mapping(run.config(int(row["attempt"])))
         size, count = recipe.layout.pipeline, recipe.microbatches
-        timeline = _simulated(recipe.schedule, size, count, DURATIONS, 0.0)
+        timeline = contract.timeline_of(recipe.schedule, ranks=size, microbatches=count)
         own = {"ranks": size, "stages": len(timeline.placement), "microbatches": count, **_idle(timeline)}
         # The other columns are those of the run.
         rows.append({**row, **own, "busy_seconds": row["step_seconds"] * (1 - timeline.bubble_share)})
@@ -230,17 +231,6 @@ def pipelines_frame(path: Path | str) -> DataFrame:
 
 def _idle(timeline: Timeline) -> dict[str, float]:
     return dict(zip(_IDLE, (100 * timeline.bubble_share, max(timeline.peak_in_flight)), strict=True))
-
-
-def _simulated(
-    schedule: PipelineSchedule, ranks: int, microbatches: int, durations: Mapping[Kind, float], transfer: float
-) -> Timeline:
-    placement = schedule.placement(ranks=ranks)
-    stages_of_a_rank = len(placement) / ranks
-    # Durations are those of all layers of a rank; its stages share them.
-    of_a_stage = {kind: duration / stages_of_a_rank for kind, duration in durations.items()}
-    orders = schedule.actions(ranks=ranks, microbatches=microbatches)
-    return simulate(orders, placement, of_a_stage, transfer=transfer)
 
 
 LOSS, GRAD_NORM = "loss_difference", "grad_norm_difference"

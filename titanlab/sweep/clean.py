@@ -30,8 +30,10 @@ from titanlab.checkpoint import (
 )
 from titanlab.data import cache as data_cache
 from titanlab.errors import ConfigError
+from titanlab.launch import may_work
 from titanlab.records import RECORD, OutcomeKind, RunFolder, is_locked, read_optional
-from titanlab.sweep.rows import ACTIVE, look_at
+from titanlab.sweep.reconcile import ACTIVE
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system import StoreFault, read_bytes, user_path
 from titanlab.techniques.compile import cache as compile_cache
@@ -220,8 +222,8 @@ _BULKY = ("checkpoints", "traces", "tokenizer")
 # Parse only files in which one of these keys has a value: parsing YAML takes a thousand times as long.
 _STARTS = re.compile(rb"^(?:init_from|\s+load_from): *(?!null\s)\S", re.MULTILINE)
 _CONFIG_BYTES = 1 << 20
-# A run that wrote its status within this time may be running on another host, whose locks are not seen here.
-_FRESH_SECONDS = 900.0
+# A run that wrote its status within this time may be running, perhaps on another host, whose locks are not seen here.
+_SILENT_SECONDS = 900.0
 # Folders of a run in which to look for temporary files, besides the run's own folder.
 _RUN_FOLDERS = ("attempts", "checkpoints", "logs", "traces")
 
@@ -343,12 +345,12 @@ class Survey:
 
 def _busy(sweep: SweepFolder, report: Callable[[str], None]) -> set[str]:
     """The runs that work, wait, or may do so on another host."""
-    busy = set()
-    for run in sweep.runs():
-        status = run.known_status()
-        is_fresh = status is not None and time.time() - status.updated < _FRESH_SECONDS
-        if run.is_claimed() or (is_fresh and status is not None and status.state in ACTIVE):
-            busy.add(run.path.name)
+    seconds = _SILENT_SECONDS
+    busy = {
+        run.path.name
+        for run in sweep.runs()
+        if run.is_claimed() or may_work(run.known_status(), silent_seconds=seconds, here_seconds=seconds)
+    }
     if sweep.submissions():
         rows = look_at(sweep, report)()
         busy |= {str(row["run"]) for row in rows if row["state"] in (*ACTIVE, "queued")}

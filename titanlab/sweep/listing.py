@@ -13,9 +13,9 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.launch import UNANSWERED
-from titanlab.records import STATES, OutcomeKind, RunFolder, list_runs
-from titanlab.sweep.reconcile import close_dead_runs
-from titanlab.sweep.rows import ACTIVE, POINT, point_keys
+from titanlab.records import STATES, OutcomeKind, RunFolder, list_runs, text_at_end
+from titanlab.sweep.reconcile import ACTIVE, close_dead_runs
+from titanlab.sweep.rows import POINT, point_keys
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system import counted, duration, grouped
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
@@ -257,7 +257,6 @@ def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
 
 # The part of a log that is shown if a failed rank left no traceback.
 _LOG_LINES = 30
-_LOG_BYTES = 50_000
 
 
 def row_details(row: Row) -> list[tuple[str, object]]:
@@ -318,12 +317,7 @@ def failure_text(run: RunFolder, row: Row) -> tuple[str, str] | None:
         if note.rank == rank and note.traceback:
             return f"traceback of rank {rank or 0}", note.traceback.rstrip()
     log = run.logs / f"rank-{rank or 0}.log"
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
-    except OSError:
-        return None
+    lines = text_at_end(log).splitlines()[-_LOG_LINES:]
     return (f"end of {log}", "\n".join(lines)) if any(lines) else None
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from titanlab.sweep.listing import RecipeRuns, Row, aligned, groups, runs, state_word
-from titanlab.sweep.rows import ACTIVE
+from titanlab.sweep.reconcile import ACTIVE
 from titanlab.system import counted, duration, grouped
 
 # The probability of a wrong statement, for all statements about one sweep together. The promise is 5 %; the remaining 1

@@ -1,4 +1,4 @@
-"""Writes a result for every run whose job has ended without one.
+"""The state of a run, by its files and its scheduler; and a result for every run whose job has ended without one.
 
 The sources, best first: a rank's own record of why it ended; a scheduler's state that explains the end; the stop
 request that the job had received, or would have received; an exit code. The scheduler's state is stored beside every
@@ -27,7 +27,7 @@ from titanlab.launch import (
     launcher_named,
     with_progress,
 )
-from titanlab.records import CannotWriteError, Outcome, OutcomeKind, RunFolder, from_exit, read_hang
+from titanlab.records import CannotWriteError, Outcome, OutcomeKind, RunFolder, Status, from_exit, read_hang
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
 from titanlab.system import counted
 
@@ -46,7 +46,60 @@ def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
     return states
 
 
+# States of runs that a process works on; states of jobs that wait, and of jobs that are over.
+ACTIVE = ("starting", "running", "saving")
+WAITING = ("pending", "requeued")
 _OVER = ("ended", "gone")
+_UNKNOWN = JobState(state="unknown")
+
+
+def state_of(status: Status, result: Outcome | None, submission: Submission | None, job_state: JobState | None) -> str:
+    """The state of a run, `queued` included: from its own files, except for what only the scheduler knows.
+
+    Args:
+        submission: of the run's latest job; None: it has none.
+        job_state: of that job; None: not asked for.
+    """
+    word = job_state.state if job_state is not None else None
+    may_return = False
+    if result is not None and submission is not None:
+        # The result is of an earlier job; or its job puts itself back into the queue some seconds after it.
+        is_earlier = result.ended < submission.created
+        may_return = is_earlier or (result.kind.automatic and submission.launch.get("requeue", False))
+    if word in WAITING or (word == "unknown" and may_return):
+        return "queued"
+    if result is not None and not (word == "running" and may_return):
+        return "ended"
+    if word == "running" and status.state in ("prepared", "ended"):
+        return "starting"
+    # Also if the scheduler does not answer: the job has been submitted.
+    is_submitted = submission is not None and word not in _OVER
+    return "queued" if status.state == "prepared" and is_submitted else status.state
+
+
+def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States) -> tuple[str, str | None]:
+    """What a submission, a retry or a cancellation finds a run at, and how the run ended.
+
+    Returns:
+        `done`, `queued`, `running`, `ended` (with another outcome), or `submit` (it never had a job); and the outcome.
+    """
+    result, submission, job_state = run.result(), None, None
+    if result is not None and result.kind is OutcomeKind.DONE:
+        return "done", result.kind.value
+    if job is not None:
+        # The scheduler may still have an unknown job: do not submit it again.
+        submission, job_state = job[0], states.get((job[0].token, job[1]), _UNKNOWN)
+    state = state_of(run.known_status() or Status(state="prepared"), result, submission, job_state)
+    if state == "queued":
+        return state, None
+    is_unknown = job_state is not None and job_state.state == "unknown" and state in ACTIVE
+    if is_unknown or (job_state is not None and job_state.state == "running") or run.is_claimed():
+        return "running", None
+    if job is None and result is None:
+        return "submit", None
+    return "ended", result.kind.value if result is not None else None
+
+
 # Outcomes for which the scheduler's word counts more than a process's exit code.
 _KNOWN = (OutcomeKind.OOM, OutcomeKind.WALLTIME, OutcomeKind.NODE_FAIL)
 # Outcomes of runs that were asked to stop.
@@ -150,19 +203,13 @@ def _record(
     early: str | None,
 ) -> None:
     attempt, result = run.newest_attempt(), run.result()
-    earlier: Outcome | None = None
     if not _has_begun(run, submission, index):
         if result is not None and result.ended < submission.created:
             if early is None:
                 return  # The job never began: the result of an earlier job stays.
-            earlier = result
             result = None
         attempt = 0
     outcome = result or with_progress(run, _judged(run, attempt, state, launcher, early))
-    if earlier is not None:
-        # Keep the step of the earlier outcome: this attempt neither gained nor lost steps.
-        step = max(outcome.step, earlier.step)
-        outcome = replace(outcome, step=step, steps=outcome.steps or earlier.steps, metrics=earlier.metrics)
     end = launcher.end_of(state)
     if end is not None and end.kind is OutcomeKind.NODE_FAIL and outcome.kind in _ASKED:
         # Ranks on other nodes were asked to stop and could not know the reason.

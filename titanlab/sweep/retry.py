@@ -16,6 +16,7 @@ from titanlab.launch import (
     missed_checkpoint,
     pass_over_damaged,
     shape_of,
+    with_progress,
 )
 from titanlab.recipe import (
     LAYOUT,
@@ -30,8 +31,8 @@ from titanlab.recipe import (
 )
 from titanlab.records import Outcome, OutcomeKind, RunFolder, create_run
 from titanlab.sweep import sweep_folder
-from titanlab.sweep.reconcile import reconcile, silence
-from titanlab.sweep.submit import QueuedRun, check_jobs, checked, enqueue, settle, standing, supersede, wake
+from titanlab.sweep.reconcile import reconcile, silence, standing
+from titanlab.sweep.submit import QueuedRun, check_jobs, checked, enqueue, settle, supersede, wake
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 from titanlab.system import sweep_argument
 
@@ -97,11 +98,8 @@ def cancel(folder: SweepFolder, report: Callable[[str], None], *, names: Sequenc
             run = folder.run(name)
             try:
                 with run.claim():
-                    status = run.known_status()
                     outcome = Outcome(kind=OutcomeKind.CANCELLED, attempt=0, cause="cancelled before it started")
-                    if status is not None:
-                        outcome = replace(outcome, step=status.step, steps=status.steps)
-                    run.write_result(outcome)
+                    run.write_result(with_progress(run, outcome))
             except ConfigError:
                 # The run has just started; it records its own end.
                 cancelled.withdrawn.remove(name)

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from titanlab.costs import AXES, Layout, meter
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import JobState, States, Submission, launcher_named
-from titanlab.records import Outcome, OutcomeKind, RunFolder, Status
-from titanlab.sweep.reconcile import close_dead_runs, reconcile
+from titanlab.records import OutcomeKind, RunFolder, Status
+from titanlab.sweep.reconcile import ACTIVE, WAITING, close_dead_runs, reconcile, state_of
 from titanlab.sweep.space import as_text
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, present_code
 from titanlab.system import write_bytes
@@ -205,12 +205,8 @@ def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config
     return {**columns, "hosts": hosts, "cores": cores, "oversubscribed": is_oversubscribed}
 
 
-ACTIVE = ("starting", "running", "saving")
 # Points that were dropped on purpose: no rule was broken.
 _UNWANTED = ("where", "duplicate")
-_WAITING = ("pending", "requeued")
-
-
 Job = tuple[Submission, int]
 """A submission, and the index of a run in it."""
 # The start of an attempt: its recipe, and its environment and job if they are recorded.
@@ -274,7 +270,7 @@ class SweepTable:
         self, run: RunFolder, point: Mapping[str, Any], job: Job | None, job_state: JobState | None
     ) -> dict[str, Any]:
         status, outcome = run.status() or Status(state="prepared", updated=0.0), run.result()
-        state = _state(status, outcome, job[0] if job else None, job_state)
+        state = state_of(status, outcome, job[0] if job else None, job_state)
         end = outcome if state == "ended" else None
         config, env, made_by = self._attempt(run, status.attempt, by_job=job is not None)
         # The result of the previous attempt; if the run waits to resume, its latest result.
@@ -300,7 +296,7 @@ class SweepTable:
             submission, index = job
             is_own = (made_by.get("token"), made_by.get("index")) == (submission.token, index)
             launcher = launcher_named(submission.launcher)
-            is_waiting = job_state is not None and job_state.state in (*_WAITING, "unknown")
+            is_waiting = job_state is not None and job_state.state in (*WAITING, "unknown")
             facts |= {
                 "launcher": submission.launcher,
                 "job_id": (made_by.get("job_id") if is_own else None) or launcher.job_number(submission, index),
@@ -351,21 +347,6 @@ class SweepTable:
                 reason = " ".join(str(error).split()) or type(error).__name__
                 self._estimates[key] = {"note": f"its recipe cannot be read ({reason})"}
         return self._estimates[key]
-
-
-def _state(status: Status, outcome: Outcome | None, job: Submission | None, job_state: JobState | None) -> str:
-    """The state of a run: from its own files, except for what only the scheduler knows."""
-    word = job_state.state if job_state else None
-    # A job puts itself back into the queue some seconds after the result, and starts again some seconds later.
-    may_return = outcome is not None and outcome.kind.automatic and job is not None and job.launch.get("requeue", False)
-    if word in _WAITING or (word == "unknown" and may_return):
-        return "queued"
-    if outcome is not None and not (word == "running" and job and (may_return or outcome.ended < job.created)):
-        return "ended"
-    if word == "running" and status.state in ("prepared", "ended"):
-        return "starting"
-    # Also if the scheduler does not answer: the job has been submitted.
-    return "queued" if status.state == "prepared" and job is not None else status.state
 
 
 def _names(run: RunFolder) -> dict[str, Any]:

@@ -34,10 +34,10 @@ from titanlab.launch import (
 )
 from titanlab.ranges import plain
 from titanlab.recipe import Recipe, check_all_but_data, check_host_memory, resolve, to_mapping
-from titanlab.records import OutcomeKind, RunFolder, check_runs, claimed, create_run
+from titanlab.records import RunFolder, check_runs, claimed, create_run
 from titanlab.sweep import sweep_folder
 from titanlab.sweep.listing import aligned, dropped
-from titanlab.sweep.reconcile import job_states, reconcile
+from titanlab.sweep.reconcile import job_states, reconcile, standing
 from titanlab.sweep.rows import estimate_values, estimated
 from titanlab.sweep.space import SweepPoint, starting_order
 from titanlab.sweep.sweep_folder import SINGLE, SweepFolder, jobs_of
@@ -225,39 +225,6 @@ def _decided(study: Study, folder: SweepFolder, states: States, *, force: bool) 
         shape = shape_of(planned.recipe)
         decisions.append(Decision(planned=planned, run_name=name, action=action, outcome=outcome, shape=shape))
     return decisions
-
-
-def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States) -> tuple[str, str | None]:
-    """What a run is doing, and how it ended.
-
-    Args:
-        job: its latest submission, and its index there.
-        states: of jobs, by token and index.
-
-    Returns:
-        `done`, `queued`, `running`, `ended` (with another outcome), or `submit` (it never had a job); and the outcome.
-    """
-    result = run.result()
-    outcome = result.kind.value if result else None
-    if result is not None and result.kind is OutcomeKind.DONE:
-        return "done", outcome
-    if job is not None:
-        submission, index = job
-        job_state = states.get((submission.token, index))
-        word = job_state.state if job_state else "unknown"
-        # For a while the scheduler may not know a job that was cancelled in the queue; then its result counts.
-        # After some ends the job may have put itself back into the queue.
-        has_result = result is not None and result.ended >= submission.created and not result.kind.automatic
-        if word in ("pending", "requeued") or (word == "unknown" and not has_result):
-            # The scheduler may still have an unknown job; do not submit it again.
-            return "queued", None
-        if word == "running":
-            return "running", None
-    if run.is_claimed():
-        return "running", None
-    if job is not None or outcome is not None:
-        return "ended", outcome
-    return "submit", None
 
 
 def submit(study: Study, report: Callable[[str], None], *, force: bool = False) -> Submitted:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
+from titanlab.launch import may_work
 from titanlab.records import OutcomeKind, RunFolder
 from titanlab.sweep import listing
 from titanlab.sweep.listing import Row
 from titanlab.sweep.ranking import drift_lines
-from titanlab.sweep.rows import ACTIVE, look_at
+from titanlab.sweep.reconcile import ACTIVE
+from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system import born_at, counted, discard, harmless
+from titanlab.system import counted, discard, harmless
 
 Look = Callable[[], list[dict[str, Any]]]
 
@@ -270,9 +271,9 @@ class RunWatch:
             self._last = False, "nobody has started it"
         elif row["state"] in ACTIVE:
             # A live process of this host may have written nothing for long, and its file system may have no locks.
-            lives = status is not None and status.host == socket.gethostname() and born_at(status.pid) is not None
-            is_silent = row["job_id"] is None and not lives and time.time() - (row["updated"] or 0.0) > _SILENT_SECONDS
-            self._last = not is_silent, "nobody works on it any more, and it left no result" if is_silent else ""
+            seconds = _SILENT_SECONDS
+            goes_on = row["job_id"] is not None or may_work(status, silent_seconds=seconds, here_seconds=seconds)
+            self._last = goes_on, "" if goes_on else "nobody works on it any more, and it left no result"
         else:
             self._last = False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
         return self._last

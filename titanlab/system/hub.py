@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import os
 import socket
@@ -13,10 +14,8 @@ from urllib.parse import urlsplit
 
 from titanlab.errors import ConfigError
 
-CONNECT_SECONDS = 1.2
 ANSWER_SECONDS = 10.0
 _USUAL = "https://huggingface.co"
-_PORTS = {"http": 80, "https": 443, "socks5": 1080, "socks5h": 1080, "socks4": 1080}
 
 
 def kinds_of(error: Exception) -> set[str]:
@@ -35,12 +34,8 @@ def hub_error(error: Exception, repo: str, key: str = "repo") -> ConfigError:
     kinds = kinds_of(error)
     status = getattr(getattr(error, "response", None), "status_code", None)
     if "GatedRepoError" in kinds or status in (401, 403):
-        return ConfigError(
-            key,
-            repo,
-            "does not let you in: it is gated or private",
-            "accept its terms on its page, then give a token with --token or HF_TOKEN",
-        )
+        rule = "does not let you in: it is gated or private"
+        return ConfigError(key, repo, rule, "accept its terms on its page, then give a token with --token or HF_TOKEN")
     if "RevisionNotFoundError" in kinds:
         return ConfigError(key, repo, "has no such revision", "give a branch, tag or commit of the model's page")
     if kinds & {"RepositoryNotFoundError", "HFValidationError"} or (status == 404 and not is_absent(error)):
@@ -55,25 +50,17 @@ def silence() -> float | None:
     huggingface_hub and datasets retry for half a minute before they report a missing network, and for minutes if the
     connection is accepted but no response comes.
     """
-    for does_answer, seconds in ((_connects, CONNECT_SECONDS), (_responds, ANSWER_SECONDS)):
-        with contextlib.suppress(KeyError, ValueError):
-            # The timeout of huggingface_hub itself.
-            seconds = max(float(os.environ["HF_HUB_ETAG_TIMEOUT"]), 0.1)
-        answered = threading.Event()
-        # In a thread, because name resolution ignores the timeout.
-        probe = threading.Thread(target=does_answer, args=(seconds, answered), daemon=True)
-        probe.start()
-        # A refused connection ends the thread at once.
-        probe.join(seconds)
-        if not answered.is_set():
-            return seconds
-    return None
-
-
-def _connects(seconds: float, answered: threading.Event) -> None:
-    with contextlib.suppress(OSError, UnicodeError):
-        socket.create_connection(_address(), timeout=seconds).close()
-        answered.set()
+    seconds = ANSWER_SECONDS
+    with contextlib.suppress(KeyError, ValueError):
+        # The timeout of huggingface_hub itself.
+        seconds = max(float(os.environ["HF_HUB_ETAG_TIMEOUT"]), 0.1)
+    answered = threading.Event()
+    # In a thread, because name resolution ignores the timeout.
+    probe = threading.Thread(target=_ask, args=(seconds, answered), daemon=True)
+    probe.start()
+    # A refused connection ends the thread at once.
+    probe.join(seconds)
+    return None if answered.is_set() else seconds
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -83,18 +70,21 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _responds(seconds: float, answered: threading.Event) -> None:
+def _ask(seconds: float, answered: threading.Event) -> None:
     endpoint, proxy = _endpoint(), _proxy()
     proxies = urllib.request.ProxyHandler({urlsplit(endpoint).scheme: proxy} if proxy else {})
     try:
         request = urllib.request.Request(endpoint, method="HEAD")
         urllib.request.build_opener(_NoRedirect(), proxies).open(request, timeout=seconds).close()
+    except urllib.error.HTTPError as error:
+        error.close()
     except (OSError, ValueError, http.client.HTTPException) as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
-        if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+        cause = getattr(error, "reason", error)
+        if isinstance(cause, (TimeoutError, ConnectionRefusedError, socket.gaierror)):
             return
-    # Leave other errors to the library, which may have other certificates, or support other proxies.
+        if getattr(cause, "errno", None) in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+            return
+        # Leave other errors to the library, which may have other certificates, or support other proxies.
     answered.set()
 
 
@@ -111,8 +101,9 @@ def unreachable(name: str, key: str = "repo") -> ConfigError | None:
     seconds = silence()
     if seconds is None:
         return None
-    host, port = _address()
-    rule = f"the hub cannot be reached: {host}:{port} does not answer within {seconds:g} s"
+    # Without the password that a proxy's address may have.
+    address = urlsplit(_proxy() or _endpoint()).netloc.rpartition("@")[2]
+    rule = f"the hub cannot be reached: {address} does not answer within {seconds:g} s"
     cure = "check the network, or copy the files by hand; HF_HUB_ETAG_TIMEOUT=30 waits for a slow one"
     return ConfigError(key, name, rule, cure)
 
@@ -141,11 +132,3 @@ def _proxy() -> str | None:
     if not proxy or urllib.request.proxy_bypass(endpoint.hostname or ""):
         return None
     return proxy if "://" in proxy else f"http://{proxy}"
-
-
-def _address() -> tuple[str, int]:
-    """Host and port of the proxy, or without a proxy of the hub."""
-    endpoint, proxy = urlsplit(_endpoint()), urlsplit(_proxy() or "")
-    if proxy.hostname:
-        return proxy.hostname, proxy.port or _PORTS.get(proxy.scheme, 80)
-    return endpoint.hostname or "huggingface.co", endpoint.port or _PORTS.get(endpoint.scheme, 443)

@@ -62,7 +62,7 @@ COLOURS = Style(done="\x1b[36m", rest="\x1b[2m", strong="\x1b[1m", faint="\x1b[2
 
 def plain_line(progress: Progress) -> str:
     """One line of a log, each number with its unit."""
-    parts = [part.text for part in _figures(progress, PLAIN, length=_LOG)]
+    parts = [part.text for part in _figures(progress, PLAIN, times=True)]
     return _GAP.join(["step " + parts[0], *parts[1:], *(["(warm-up)"] if progress.warming_up else [])])
 
 
@@ -71,15 +71,14 @@ def live_line(
 ) -> str:
     """One line of a terminal, shorter than `columns`.
 
-    On a narrow terminal the line loses the bar and the curve, then shortens numbers, and at last drops the less
-    important ones.
+    On a narrow terminal the line loses the bar and the curve, then digits, and at last the less important numbers.
 
     Args:
         losses: of the last log windows, drawn as a small curve.
         unicode: whether the terminal can show line and block characters.
     """
     p, room = progress, columns - 1
-    parts = _figures(p, style, length=0)
+    parts = _figures(p, style)
     if p.warming_up:
         parts.append(_LinePart("warming up", _DECORATION, style.faint, style.off))
     if unicode and len(losses) > 1:
@@ -110,50 +109,46 @@ class _LinePart:
 
 
 _DECORATION = 9
-_LOG = -1
 
 
-def _figures(p: Progress, style: Style, *, length: int) -> list[_LinePart]:
+def _figures(p: Progress, style: Style, *, in_short: bool = False, times: bool = False) -> list[_LinePart]:
     """The numbers in the order of the line.
 
     Args:
-        length: 0, 1 or 2: with all digits and units, with fewer digits, or as short as possible; _LOG: as 0, with the
-            times of a step.
+        in_short: with few digits and short units.
+        times: also the time of a step, and the part of it spent waiting for data.
     """
     parts = [_LinePart(f"{p.step:>{len(str(p.steps))}}/{p.steps}", 0)]
     if p.loss is not None:
-        loss = loss_text(p.loss) if length < 2 else significant(p.loss, 4)
+        loss = significant(p.loss, 4) if in_short else loss_text(p.loss)
         parts.append(_LinePart(f"loss {loss}", 1, style.strong, style.off))
     if p.grad_norm is not None:
-        parts.append(_LinePart(f"grad {significant(p.grad_norm, 4 if length <= 0 else 3)}", 5))
+        parts.append(_LinePart(f"grad {significant(p.grad_norm, 3 if in_short else 4)}", 5))
     if p.learning_rate is not None:
-        text = rate(p.learning_rate)
         # Without the zero that pads the exponent.
-        text = text if length <= 0 else f"{p.learning_rate:.{2 - length}e}".replace("e-0", "e-").replace("e+00", "")
-        parts.append(_LinePart(f"lr {text}", 6))
+        brief = f"{p.learning_rate:.0e}".replace("e-0", "e-").replace("e+00", "")
+        parts.append(_LinePart(f"lr {brief if in_short else rate(p.learning_rate)}", 6))
     if p.tokens_per_second is not None:
-        speed = f"{short(p.tokens_per_second)} tok/s{'/dev' if p.devices > 1 and length < 2 else ''}"
-        unit = "tok/s" if p.devices == 1 else "tok/s/device"
-        parts.append(_LinePart(f"{grouped(p.tokens_per_second)} {unit}" if length <= 0 else speed, 3))
+        whole = f"{grouped(p.tokens_per_second)} tok/s{'/device' if p.devices > 1 else ''}"
+        parts.append(_LinePart(f"{short(p.tokens_per_second)} tok/s" if in_short else whole, 3))
     if p.mfu_percent is not None:
-        parts.append(_LinePart(f"MFU {p.mfu_percent:.{0 if length == 2 else 1}f}%", 4))
-    if p.step_seconds is not None and length == _LOG:
+        parts.append(_LinePart(f"MFU {p.mfu_percent:.{0 if in_short else 1}f}%", 4))
+    if p.step_seconds is not None and times:
         parts.append(_LinePart(f"{short_span(p.step_seconds)}/step", 8))
         if p.data_seconds is not None and p.step_seconds > 0:
             parts.append(_LinePart(f"data {100 * p.data_seconds / p.step_seconds:.1f}%", 8))
     if p.memory_gib is not None:
-        text = f"{p.memory_gib:.2f}" if length <= 0 else significant(p.memory_gib)
-        parts.append(_LinePart(f"{text}G" if length == 2 else f"{text} GiB", 7))
+        parts.append(_LinePart(f"{significant(p.memory_gib)}G" if in_short else f"{p.memory_gib:.2f} GiB", 7))
     if p.seconds_left is not None:
-        text = duration(p.seconds_left) + ("" if length == 2 else " left")
+        text = duration(p.seconds_left) + ("" if in_short else " left")
         parts.append(_LinePart(text, 2, style.faint, style.off))
     return parts
 
 
 def _fitting(p: Progress, room: int, style: Style) -> str:
-    """The numbers with as many digits as fit; if the shortest forms are too long, only the most important numbers."""
-    for length, gap in ((0, _GAP), (1, _GAP), (1, " "), (2, _GAP), (2, " ")):
-        parts = _figures(p, style, length=length)
+    """The numbers, in short if they would not fit; if they do not fit in short, only the most important ones."""
+    for in_short, gap in ((False, _GAP), (True, _GAP), (True, " ")):
+        parts = _figures(p, style, in_short=in_short)
         if _width(parts, gap) <= room:
             mark = [_LinePart("(warm-up)", _DECORATION, style.faint, style.off)] if p.warming_up else []
             return _joined([*parts, *mark] if _width([*parts, *mark], gap) <= room else parts, gap)

@@ -139,10 +139,8 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was checked.
         state: `ok`, `warn` (training works, perhaps worse), `fail` (training does not work).
-        text: what was found.
-        hint: what to do about it; empty if nothing.
+        hint: what to do about it; empty: nothing.
     """
 
     name: str

@@ -204,7 +204,8 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
                 with phase("backward"):
                     (part * scale).backward()
             part = graphs.kept(part.detach())
-            if start == 0 and size < count:
+            # A reduction gives gradients memory of their own, and may still be writing them.
+            if start == 0 and size < count and not recipe.reduces_each:
                 graphs.keep_gradients(stage.model.parameters())
             total = part if total is None else total + part
         assert total is not None
@@ -264,6 +265,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
         ),
         hidden_dtype=dtype_named(recipe.precision.formats().compute),
         microbatch=recipe.microbatch,
+        reduces_each=recipe.reduces_each,
         phase=phase,
     )
     positions = positions_of(recipe, world, mesh)
@@ -300,7 +302,7 @@ def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | to
         )
     if recipe.layout.tensor > 1 and recipe.parallelism.loss_parallel:
         columns = Columns.of(mesh.axis("tensor").get_group(), recipe.model.vocab_size)
-        return of_logits(SplitLoss(columns, compiled=compiled))
+        return of_logits(SplitLoss(columns, compiled=compiled if recipe.compile.loss else None))
     return of_logits(compiled(loss_sum))
 
 
@@ -513,6 +515,7 @@ def _apply_data_parallelism(
             apart=units.apart,
             experts=ExpertModules(modules=experts, mesh=mesh.expert_data_parallel) if experts else None,
             symmetric_memory=recipe.parallelism.symmetric_memory,
+            reduces_each=recipe.reduces_each,
         )
     with world.without_data or contextlib.nullcontext():
         model.to_empty(device="cpu" if recipe.parallelism.cpu_offload else world.device)
@@ -520,7 +523,7 @@ def _apply_data_parallelism(
         if world.without_data is None:
             initialise(model, recipe.model.initial_values(), recipe.seed)
         if method == "ddp":
-            sharded = replicate_model(model, mesh.axis("replicate"))
+            sharded = replicate_model(model, mesh.axis("replicate"), reduces_each=recipe.reduces_each)
     return sharded
 
 

@@ -31,25 +31,25 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from titanlab.checkpoint import (
     ITEM_BYTES,
     METADATA,
     POSITION,
+    WITHOUT_GROUP,
     DamagedCheckpoint,
     Place,
     Reader,
     SavedPosition,
     check_files,
     earlier_hint,
+    load_state,
     metadata_of,
     position_bytes,
     read_contents,
-    read_into,
     read_position,
-    set_in,
 )
 from titanlab.errors import ConfigError
 from titanlab.system import refusal, write_bytes
@@ -239,8 +239,8 @@ class DcpReader(Reader, dcp.FileSystemReader):
         super().__init__(checkpoint)
         self.checkpoint, self.named_by, self._metadata = checkpoint, key, metadata
 
-    def planner(self) -> dcp.DefaultLoadPlanner:
-        return DcpPlanner()
+    def decode(self, content: io.BytesIO) -> Any:
+        return torch.load(content, weights_only=True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata; FileSystemReader would call pickle.load."""
@@ -271,15 +271,6 @@ class DcpReader(Reader, dcp.FileSystemReader):
         return DamagedCheckpoint(self.named_by, self.checkpoint, f"cannot be read ({reason})", hint)
 
 
-class DcpPlanner(dcp.DefaultLoadPlanner):
-    """Reads objects without running code: DefaultLoadPlanner calls torch.load with weights_only=False."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one object into the state."""
-        loaded = torch.load(value, weights_only=True)
-        set_in(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
-
-
 # Prefixes of parameters' names: in titanlab's checkpoints, and in torchtitan's.
 PREFIXES = ("model.", "")
 
@@ -293,7 +284,7 @@ def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSou
     contents = read_contents(checkpoint, key)
     reader = contents.reader(checkpoint, key)
     biases = biases_of(model, contents.saved.position.routing, key, checkpoint)
-    return _source(reader, reader.read_metadata(), PREFIXES[0], model, biases)
+    return _source(reader, PREFIXES[0], model, biases)
 
 
 def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
@@ -306,15 +297,13 @@ def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
         ConfigError: as `run_source`, or a parameter has another shape.
     """
     reader = DcpReader(folder, read_saved(folder, key), key)
-    metadata = reader.read_metadata()
-    shapes = model.account().parameters
-    saved = metadata.state_dict_metadata
+    shapes, saved = model.account().parameters, reader.read_metadata().state_dict_metadata
     prefix = next((prefix for prefix in PREFIXES if any(f"{prefix}{name}" in saved for name in shapes)), None)
     if prefix is None:
         first, there = next(iter(shapes)), sorted(saved)[:3]
         rule = f"has no parameter of the model, as {first} or model.{first}; it has {', '.join(there) or 'nothing'}"
         raise ConfigError(key, folder, rule, "give the --model that was saved")
-    source = _source(reader, metadata, prefix, model, {})
+    source = _source(reader, prefix, model, {})
     for name, shape in shapes.items():
         if source.entries[name].shape != tuple(shape):
             rule = f"{name} is {list(source.entries[name].shape)} there and {list(shape)} in the model"
@@ -322,18 +311,16 @@ def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
     return source
 
 
-def _source(reader: Reader, metadata: Metadata, prefix: str, model: ModelConfig, biases: Biases) -> CheckpointSource:
+def _source(reader: Reader, prefix: str, model: ModelConfig, biases: Biases) -> CheckpointSource:
     names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
-    entries = {}
+    entries, saved = {}, reader.read_metadata().state_dict_metadata
     for name in model.account().parameters:
-        tensor = metadata.state_dict_metadata.get(f"{prefix}{name}")
+        tensor = saved.get(f"{prefix}{name}")
         if not isinstance(tensor, TensorStorageMetadata) or tensor.properties.dtype not in names:
             rule = f"has no plain tensor {name}"
             raise ConfigError(reader.named_by, reader.checkpoint, rule, "give a checkpoint of the same model")
         entries[name] = TensorEntry(dtype=names[tensor.properties.dtype], shape=tuple(tensor.size))
-    return CheckpointSource(
-        model=model, entries=entries, biases=biases, reader=reader, metadata=metadata, prefix=prefix
-    )
+    return CheckpointSource(model=model, entries=entries, biases=biases, reader=reader, prefix=prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,12 +328,10 @@ class CheckpointSource(WeightsSource):
     """The weights in a checkpoint; it needs no process group.
 
     Attributes:
-        metadata: of the reader; read once, because a run on hundreds of ranks has 100,000 entries.
         prefix: of the parameters' names.
     """
 
     reader: Reader
-    metadata: Metadata
     prefix: str
     # The parameter that was read last: its name and the whole tensor.
     last: dict[str, Tensor] = field(default_factory=dict)
@@ -357,7 +342,7 @@ class CheckpointSource(WeightsSource):
             self.last.clear()
             entry = self.entries[name]
             whole = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]))
-            read_into({f"{self.prefix}{name}": whole}, self.reader, self.metadata)
+            load_state({f"{self.prefix}{name}": whole}, self.reader)
             self.last[name] = whole
         box: Tensor = self.last[name][tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
         return box
@@ -370,9 +355,9 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         names: name of each tensor in the checkpoint, by its name in the folder that is written.
     """
 
-    def __init__(self, reader: Reader, metadata: Metadata, names: Mapping[str, str]) -> None:
+    def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._reader, self._metadata, self._names = reader, metadata, names
+        self._reader, self._names = reader, names
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """A tensor or object of the state, by its name."""
@@ -380,7 +365,7 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         if not isinstance(value, torch.Tensor):
             return value
         whole = torch.empty(value.shape, dtype=value.dtype)
-        read_into({self._names[index.fqn]: whole}, self._reader, self._metadata)
+        load_state({self._names[index.fqn]: whole}, self._reader)
         return whole
 
 
@@ -400,23 +385,21 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES
     """
     contents = read_contents(checkpoint, key)
     reader = contents.reader(checkpoint, key)
-    metadata = reader.read_metadata()
     state: dict[str, Any] = dict(contents.entries.objects)
     written: dict[str, str] = {}
-    for name, entry in metadata.state_dict_metadata.items():
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             plain = name.removeprefix(PREFIXES[0])
             renamed = name if plain == name else prefix + plain
             written[renamed] = name
             state[renamed] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
     with warnings.catch_warnings():
-        # torch warns of one process without a process group, which is intended here.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        warnings.filterwarnings("ignore", message=WITHOUT_GROUP)
         try:
             dcp.save(
                 state,
                 storage_writer=dcp.FileSystemWriter(into),
-                planner=_ReadingPlanner(reader, metadata, written),
+                planner=_ReadingPlanner(reader, written),
                 no_dist=True,
             )
         except dcp.CheckpointException as error:

@@ -473,7 +473,6 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
     The config comes first, so that an unsupported model is refused before gigabytes are fetched.
 
     Args:
-        repo: the model's name, such as `meta-llama/Llama-3.1-8B`.
         revision: a branch, tag or commit; None: the model's main branch.
         token: access token of the hub, for gated models; None: `HF_TOKEN` or the token that `hf auth login` saved.
 
@@ -485,19 +484,19 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
     given: dict[str, Any] = {"repo_id": repo, "revision": revision, "token": token}
     given |= {} if problem is None else {"local_files_only": True}
     hub: Any = importlib.import_module("huggingface_hub")
-    config: dict[str, Any] | None = None
-    try:
-        config = read_object(Path(hub.hf_hub_download(filename=HF_CONFIG, **given)), key)
-        family_for(config)
-        report(f"fetching {repo}")
-        return Path(hub.snapshot_download(allow_patterns=list(_WANTED), **given))
-    except ConfigError:
-        raise
-    # The library raises its own errors, those of its HTTP library and of the system; they share no base class.
-    except Exception as error:
-        if problem is not None:
-            raise problem from error
-        if config is None and is_absent(error):
-            rule = f"has no {HF_CONFIG}, so it holds no model of transformers"
-            raise ConfigError(key, repo, rule, "name a model whose files include one") from error
-        raise hub_error(error, repo, key) from error
+
+    def fetched(function: Callable[..., str], **what: Any) -> Path:
+        try:
+            return Path(function(**what, **given))
+        # The library raises its own errors, those of its HTTP library and of the system; they share no base class.
+        except Exception as error:
+            if problem is not None:
+                raise problem from error
+            if what.get("filename") == HF_CONFIG and is_absent(error):
+                rule = f"has no {HF_CONFIG}, so it holds no model of transformers"
+                raise ConfigError(key, repo, rule, "name a model whose files include one") from error
+            raise hub_error(error, repo, key) from error
+
+    family_for(read_object(fetched(hub.hf_hub_download, filename=HF_CONFIG), key))
+    report(f"fetching {repo}")
+    return fetched(hub.snapshot_download, allow_patterns=list(_WANTED))

@@ -14,16 +14,6 @@ from titanlab.records import OutcomeKind, RunFolder
 TWO = ("parallelism=fsdp", "world=2")
 
 
-def test_a_recipe_that_fails_does_not_stop_the_others(says, ranks):
-    ranks[1].add("ddp")
-    code, out, _ = says("rehearse", "+sweeps=quickstart_layouts")
-    assert code == 1
-    assert "[2/6] failed  ddp-world2-" in out
-    assert out.splitlines()[-1] == "1 of 6 recipes failed"
-    assert "ddp-world2" in out.splitlines()[-2]
-    assert out.splitlines()[-2].endswith("logs/rank-1.log")
-
-
 def test_recipes_of_a_submitted_sweep_are_taken_from_its_folder(says, here, ranks):
     made = Made(here / "runs")
     one, damaged = made.run("one", shard=2), made.run("two", tensor=2)
@@ -37,6 +27,7 @@ def test_recipes_of_a_submitted_sweep_are_taken_from_its_folder(says, here, rank
     assert f"failed  {damaged.path.name}  infeasible: model.kind=nonesuch" in out
     assert "failed  parallelism=tp3  infeasible: parallelism.tensor=3: must divide 4 attention heads" in out
     assert out.splitlines()[-1] == "2 of 3 recipes failed"
+    assert says("rehearse", "layouts", "--only", "tp3")[1].splitlines()[-1] == "1 of 1 recipe failed"
 
 
 def test_equal_recipes_are_trained_once(says, ranks):
@@ -85,17 +76,6 @@ def test_rules_of_the_real_size_are_held_to(says, ranks):
     assert out.splitlines()[-1] == "1 of 2 recipes failed"
 
 
-def test_an_interruption_shows_what_is_known(says, ranks, monkeypatch):
-    def interrupted(recipe):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("titanlab.cli.proofs.train_in_ranks", interrupted)
-    code, out, err = says("rehearse", "+recipe=quickstart")
-    assert code == 130
-    assert err.startswith("error: interrupted; 0 ")
-    assert "[1/1]" not in out
-
-
 def test_a_folder_of_the_home_is_kept_there(says, here, ranks, monkeypatch):
     monkeypatch.setenv("HOME", str(here / "home"))
     code, _, _ = says("rehearse", "+recipe=quickstart", "--keep=~/kept")
@@ -133,13 +113,6 @@ def test_the_result_as_json(says, ranks):
     assert (code, values["planned"]) == (1, len(states))
     assert states["ddp"] == ("failed", "crash")
     assert states["fsdp"] == ("ok", "done")
-
-
-def test_steps_are_those_of_the_flag(says, ranks, temporary):
-    assert says("rehearse", "+recipe=quickstart", "--steps", "1")[1].splitlines()[1].endswith(", 1 step")
-    assert says("rehearse", "+recipe=quickstart")[1].splitlines()[1].endswith(", 3 steps")
-    assert [recipe.training.steps for recipe in ranks[0]] == [1, 3]
-    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.full

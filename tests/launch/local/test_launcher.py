@@ -14,7 +14,7 @@ from tests.launch.slurm.printed import submission
 from tests.until import until
 from titanlab.launch import JobState, write_submission
 from titanlab.launch import local as supervising
-from titanlab.launch.local import LOCK, LOG, LocalLauncher, jobs_in_order, last_error, wake
+from titanlab.launch.local import LOCK, LOG, LocalLauncher, wake
 from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, claimed
 from titanlab.system import process_state, write_json
 
@@ -44,13 +44,6 @@ def begin(sweep, *, token="aa", host=HERE, started=100.0):
 
 def state(sweep, made=None):
     return LAUNCHER.states(sweep, [local("one") if made is None else made])["aa", 0]
-
-
-def test_one_process_has_all_ranks_of_a_job():
-    place = LAUNCHER.place_in({})
-    assert (place.launcher, place.job_id, place.raw_job_id) == ("local", str(os.getpid()), str(os.getpid()))
-    assert (place.nodes, place.restart, place.index) == ((HERE,), 0, None)
-    assert (place.ranks.rank, place.ranks.world) == (0, 1)
 
 
 def test_a_job_whose_run_nobody_has_waits(sweep):
@@ -97,6 +90,14 @@ def test_a_run_that_cannot_be_read_is_not_started(sweep, lost):
     assert state(sweep).state == "ended"
 
 
+def test_a_job_whose_launcher_was_killed_runs_until_its_first_rank_has_ended(sweep):
+    run = begin(sweep)
+    run.write_status(Status(state="saving", pid=os.getppid()))
+    assert state(sweep).state == "running"
+    run.write_status(Status(state="saving", pid=2**22 + 1))
+    assert state(sweep).state == "ended"
+
+
 @pytest.mark.parametrize(
     ("word", "updated", "found"),
     [("running", 90, "ended"), ("running", 30, "running"), ("ended", 30, "ended"), ("prepared", 30, "ended")],
@@ -104,7 +105,7 @@ def test_a_run_that_cannot_be_read_is_not_started(sweep, lost):
 def test_a_job_of_another_host_lives_as_long_as_it_is_heard_of(sweep, word, updated, found):
     """With a status so many seconds ago."""
     run = begin(sweep, host="other")
-    run.write_status(Status(state=word, updated=time.time() - updated))
+    run.write_status(Status(state=word, host="other", updated=time.time() - updated))
     assert state(sweep).state == found
     with run.claim():
         assert state(sweep).state == "running"
@@ -116,7 +117,9 @@ def test_a_job_that_waits_says_that_the_supervisor_has_ended_or_is_stopped(sweep
     with claimed(sweep, "sweep", file=LOCK):
         assert state(sweep).reason is None
     assert state(sweep).reason == "its supervisor has ended"
-    log.write_text("ImportError: no x\n")
+    log.write_text("KeyError: of an earlier day\n2026-11-26 09:20:40  supervisor 2374 of small\n")
+    assert state(sweep).reason == "its supervisor has ended"
+    log.write_text("2026-11-26 09:20:40  supervisor 2374 of small\nImportError: no x\n\n")
     assert state(sweep).reason == "its supervisor has ended: ImportError: no x"
     supervisor = subprocess.Popen(["sleep", "600"])
     with claimed(sweep, "sweep", file=LOCK):
@@ -163,26 +166,6 @@ def waiting(token="aa", *runs, created=1.0):
     return submission(token, runs=runs or ("one",), launcher="local", created=created)
 
 
-def test_only_submissions_to_this_launcher_count(tmp_path):
-    for each in (waiting("bb", created=2.0), waiting("aa"), submission("cc")):
-        write_submission(tmp_path, each)
-    assert [job.key for job in jobs_in_order(tmp_path)] == [("aa", 0), ("bb", 0)]
-    assert jobs_in_order(tmp_path / "none") == []
-
-
-def test_without_work_no_supervisor_is_started(tmp_path):
-    write_submission(tmp_path, submission("cc"))
-    assert not wake(tmp_path)
-    write_submission(tmp_path, waiting())
-    (tmp_path / "one").mkdir()
-    with RunFolder(tmp_path / "one").claim():
-        assert not wake(tmp_path)
-    # One that runs reads new submissions itself.
-    with claimed(tmp_path, "sweep", file=LOCK):
-        assert not wake(tmp_path)
-    assert not (tmp_path / "jobs").exists()
-
-
 def test_the_jobs_of_a_supervisor_that_cannot_start_have_failed(tmp_path, monkeypatch):
     real = sys.executable
     monkeypatch.setattr(sys, "executable", str(tmp_path / "deleted" / "python"))
@@ -203,20 +186,6 @@ def test_the_jobs_of_a_supervisor_that_cannot_start_have_failed(tmp_path, monkey
     assert wake(tmp_path)
     assert RunFolder(tmp_path / "two").result().cause.endswith("ends with: ImportError: no x")
     assert len((tmp_path / "jobs" / LOG).read_text().splitlines()) > 2
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("", None),
-        ("KeyError: of an earlier day\n2026-11-26 09:20:40  supervisor 2374 of small\n", None),
-        ("2026-11-26 09:20:40  supervisor 2374 of small\nImportError: no x\n\n", "ImportError: no x"),
-    ],
-)
-def test_an_error_is_what_the_supervisor_did_not_write(tmp_path, text, error):
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / LOG).write_text(text)
-    assert last_error(tmp_path) == error
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,7 @@ from titanlab.distributed import Host, cores
 from titanlab.launch import JobShape, Submission, jobs_folder, processes, write_submission
 from titanlab.launch import local as supervising
 from titanlab.launch.launchers_schema import Local
-from titanlab.launch.local import (
-    LOCK,
-    LOG,
-    LocalJob,
-    Supervisor,
-    jobs_in_order,
-    visible_devices,
-)
+from titanlab.launch.local import LOCK, LOG, LocalJob, Supervisor, jobs_in_order, visible_devices
 from titanlab.records import Outcome, OutcomeKind, holder_of, is_claimed
 from titanlab.sweep import SweepFolder, cancel, sweep_folder
 from titanlab.sweep.submit import submit
@@ -240,18 +233,6 @@ def test_a_full_disk_is_no_fault_of_the_job(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         supervisor._start(job)
     assert (supervisor._waiting, folder.run(job.run).result()) == ([job], None)
-
-
-def test_a_run_in_other_hands_is_waited_for(tmp_path):
-    folder = SweepFolder(tmp_path / "sweep")
-    (job,) = planned(folder, [1])
-    supervisor = supervised(folder)
-    with folder.run(job.run).claim():
-        supervisor._start(job)
-        supervisor._collect()
-        assert (supervisor._waiting, list(supervisor._running)) == ([], [job.key])
-    supervisor._collect()
-    assert (supervisor._waiting, supervisor._running) == ([job], {})
 
 
 @pytest.mark.parametrize(

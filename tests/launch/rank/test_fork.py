@@ -16,6 +16,7 @@ import pytest
 
 from tests.launch.command import alive
 from tests.until import until
+from titanlab.distributed import held_signals
 from titanlab.launch import processes as escalation
 from titanlab.launch import processes as local
 from titanlab.launch.contract import Failure
@@ -51,7 +52,9 @@ def forked(monkeypatch, tmp_path):
     def start(world, script, prepare="pass", **how):
         monkeypatch.setattr(local, "worker_command", lambda folder: worker(tmp_path, script, prepare, **how))
         (tmp_path / "logs").mkdir(exist_ok=True)
-        return local.start(tmp_path, attempt=7, world=world, logs=tmp_path / "logs")
+        # As the caller of a launcher does.
+        with held_signals():
+            return local.start(tmp_path, attempt=7, world=world, logs=tmp_path / "logs")
 
     return start
 
@@ -84,19 +87,9 @@ def test_each_rank_has_what_a_process_of_its_own_would_have(forked, tmp_path):
         }
 
 
-def test_what_is_imported_before_the_fork_is_imported_once(forked, tmp_path):
-    prepare = """
-        pid = os.getpid()
-        (folder / f"prepared-{pid}").touch()
-        return pid
-    """
-    assert forked(2, "sys.exit(shared == os.getpid() or not isinstance(shared, int))", prepare) == []
-    assert len(list(tmp_path.glob("prepared-*"))) == 1
-
-
 @pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", -9)])
 def test_the_end_of_a_forked_rank_is_its_own(forked, end, code):
-    assert forked(3, f"{end} if rank == 1 else time.sleep(20)") == [Failure(rank=1, exit_code=code)]
+    assert forked(3, f"{end} if rank == 1 else time.sleep(120)") == [Failure(rank=1, exit_code=code)]
 
 
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
@@ -130,7 +123,7 @@ def test_the_launcher_adopts_nothing_afterwards(forked):
     """A process that adopts for good would have to wait for children of other programs."""
     assert forked(2, "pass") == []
     # The intermediate process exits; its child is adopted by the first process of the system, or by another reaper.
-    script = "import os, time; print(os.fork() or time.sleep(2) or '', flush=True)"
+    script = "import os, time; print(os.fork() or time.sleep(60) or '', flush=True)"
     read, write = os.pipe()
     pid = os.posix_spawn(
         sys.executable, [sys.executable, "-c", script], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, write, 1)]
@@ -140,6 +133,7 @@ def test_the_launcher_adopts_nothing_afterwards(forked):
         grandchild = int(lines.readline())
     os.waitpid(pid, 0)
     assert str(os.getpid()) != Path(f"/proc/{grandchild}/stat").read_text().rsplit(")", 1)[1].split()[1]
+    os.kill(grandchild, signal.SIGKILL)
     with adopting() as can:
         assert can
 
@@ -224,7 +218,12 @@ def test_stopped_ranks_end_with_a_launcher_that_is_killed(tmp_path):
 
 
 def test_ranks_of_a_launcher_that_is_killed_before_the_fork_do_not_begin(tmp_path):
-    prepare = '(folder / "forking").write_text(str(os.getpid())); time.sleep(1)'
+    prepare = """
+        launcher = os.getppid()
+        (folder / "forking").write_text(str(os.getpid()))
+        while os.getppid() == launcher:
+            time.sleep(0.01)
+    """
     killed(tmp_path, worker(tmp_path, '(folder / f"rank-{rank}").touch()', prepare), lambda: read(tmp_path / "forking"))
     until(lambda: not alive(int(read(tmp_path / "forking"))))
     assert not list(tmp_path.glob("rank-*"))

@@ -1,6 +1,7 @@
 """Slurm's commands: limits of time, errors in a line, forms of lists, and scontrol from inside a container."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,24 +36,10 @@ def squeue(tmp_path, monkeypatch):
     return write
 
 
-def test_an_answer(squeue):
-    squeue("echo one; echo two >&2")
-    reply = ask_slurm("squeue")
-    assert (reply.output, reply.errors, reply.problem, reply.is_here) == ("one\n", "two\n", None, True)
-
-
-def test_what_it_says_against_it(squeue):
-    squeue("echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    reply = ask_slurm("squeue")
-    assert (reply.output, reply.problem) == (
-        None,
-        "squeue says: slurm_load_jobs error: Unable to contact slurm controller",
-    )
-
-
 def test_of_many_lines_the_last_say_what_came_of_it(squeue):
     squeue("sleep 0.6; for i in 1 2 3; do echo \"squeue: error: attempt $i\" >&2; done; echo 'No  address' >&2; exit 1")
-    assert ask_slurm("squeue").problem == "squeue says after 1 s: squeue: error: attempt 3; No address"
+    said = r"squeue says after \d+ s: squeue: error: attempt 3; No address"
+    assert re.fullmatch(said, ask_slurm("squeue").problem)
 
 
 def test_one_that_does_not_answer_is_ended(squeue):
@@ -70,11 +57,6 @@ def test_a_configuration_that_is_not_there_is_told_at_once(squeue, tmp_path, mon
         begin = time.monotonic()
         assert ask_slurm("squeue").problem == f"SLURM_CONF={path} is no file that can be read"
         assert time.monotonic() - begin < 30
-
-
-def test_a_command_that_is_not_installed(squeue):
-    reply = ask_slurm("no-such-command")
-    assert (reply.output, reply.problem, reply.is_here) == (None, "there is no no-such-command on PATH", False)
 
 
 def test_a_persons_filters_are_not_ours(squeue, monkeypatch):

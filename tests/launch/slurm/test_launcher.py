@@ -1,7 +1,6 @@
 """What the launcher of Slurm asks and tells it about single jobs."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from titanlab.launch.slurm import launcher as module
 from titanlab.launch.slurm.launcher import MAX_ARRAY, SlurmLauncher
 
 LAUNCHER = SlurmLauncher(Slurm())
-SWEEP = Path("sweep")
 
 
 # Of srun --ntasks=4, for one of its tasks.
@@ -25,12 +23,6 @@ STEP = {
     "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "4",
 }
-
-
-def test_a_job_has_the_number_of_its_array_and_its_index():
-    assert LAUNCHER.job_number(submission(), 2) == "12_2"
-    intended = Slurm().implementation().job_number(replace(submission(), job_id=None), 0)
-    assert intended is None
 
 
 def test_without_an_answer_an_array_has_the_size_that_every_site_takes(slurm):
@@ -55,23 +47,6 @@ def test_without_an_answer_an_array_has_the_size_that_every_site_takes(slurm):
 )
 def test_cores_are_those_of_one_task(environ, cores):
     assert LAUNCHER.cores(environ) == cores
-
-
-def test_silence_is_what_sinfo_says(slurm):
-    slurm["sinfo"] = "low\n"
-    assert LAUNCHER.silence() is None
-    slurm["sinfo"] = None
-    assert LAUNCHER.silence() == "sinfo says: nothing"
-
-
-def test_a_job_failed_early_for_what_its_tasks_have_printed(tmp_path):
-    (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "12_1_0_log.err").write_text(
-        "ImportError: no x\nsrun: error: n1: task 0: Exited with code 1\n"
-    )
-    (tmp_path / "jobs" / "12_11_0_log.err").write_text("of another job\n")
-    assert LAUNCHER.early_end(tmp_path, submission(), 1) == "ended before the run began: ImportError: no x"
-    assert LAUNCHER.early_end(tmp_path, submission(), 0) is None
 
 
 PLACE = ProcessPlace(

@@ -44,22 +44,6 @@ def refusal(problem="no answer", errors=""):
 # Whether jobs can be submitted
 
 
-def test_slurm_is_here_if_all_of_its_commands_are(installed):
-    assert not LAUNCHER.is_here()
-    installed(*COMMANDS[:-1])
-    assert not LAUNCHER.is_here()
-    installed(COMMANDS[-1])
-    assert LAUNCHER.is_here()
-
-
-def test_a_command_that_is_missing_is_named(installed, slurm):
-    installed("sbatch", "srun")
-    told = "launch=slurm: Slurm is not here: there is no squeue on PATH; submit from a login node"
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        site.check([])
-    assert slurm.asked == []
-
-
 @pytest.mark.parametrize(
     ("listed", "partition", "nodes", "told"),
     [
@@ -136,14 +120,6 @@ def test_a_job_that_would_wait_for_ever_is_refused(installed, slurm, given, core
             site.check(jobs)
 
 
-def test_an_sinfo_that_does_not_answer_is_told(installed, slurm):
-    installed(*COMMANDS)
-    slurm["sinfo"] = None
-    told = "launch=slurm: Slurm does not answer (sinfo says: nothing); try again when `sinfo` answers"
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        site.check([])
-
-
 @pytest.mark.parametrize(
     ("settings", "jobs"),
     [
@@ -195,14 +171,6 @@ def test_a_site_without_accounting_has_no_older_jobs(slurm):
     assert LAUNCHER.find(SWEEP, submission()) is None
 
 
-@pytest.mark.parametrize("silent", ["squeue", "sacct"])
-def test_while_slurm_does_not_answer_it_is_open_whether_there_are_jobs(slurm, silent):
-    slurm[silent] = None
-    told = f"Slurm does not answer, and an earlier submission may have reached it ({silent} says: nothing)"
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        LAUNCHER.find(SWEEP, submission())
-
-
 # Cancellation
 
 
@@ -211,11 +179,6 @@ def test_elements_of_all_arrays_are_cancelled_by_one_call(slurm):
     cancel({"12": [2, 0, 1], "15": {4}}, is_gentle=False)
     cancel({"12": [7, 5]}, is_gentle=True)
     assert slurm.asked == [("scancel", "12_[0-2]", "15_[4]"), ("scancel", "--signal=INT", "12_[5,7]")]
-
-
-def test_without_jobs_scancel_is_not_called(slurm):
-    cancel({}, is_gentle=True)
-    assert slurm.asked == []
 
 
 def test_many_arrays_are_cancelled_by_several_calls(slurm):
@@ -237,10 +200,3 @@ def test_jobs_that_have_ended_already_are_no_error_of_cancelling(slurm, errors):
     slurm["scancel"] = refusal(errors=errors)
     cancel({"12": [0]}, is_gentle=False)
     assert [command[0] for command in slurm.asked] == ["scancel"]
-
-
-def test_an_scancel_that_does_not_answer_is_told(slurm):
-    slurm["scancel"] = refusal("scancel gave no answer within 60 s")
-    told = "launch=slurm: Slurm does not answer, and the jobs may go on (scancel gave no answer within 60 s); try again"
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        cancel({"12": [0]}, is_gentle=True)

@@ -73,13 +73,6 @@ def test_a_command_in_the_shell_of_a_step_starts_its_ranks_here(monkeypatch):
     assert joined(SHELL).world == 6
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"), [("n1", "n1"), ("a1,b2", "a1"), ("gpu[03-07,12]", "gpu03"), ("n-[1,3]", "n-1")]
-)
-def test_the_first_host_of_a_list_is_found(nodes, host):
-    assert slurm_ranks({**SRUN, "SLURM_STEP_NODELIST": nodes}).address == host
-
-
 def test_ranks_of_several_nodes_meet_at_an_address_that_resolves(monkeypatch):
     known = {"gpu03"}
 
@@ -122,11 +115,6 @@ def test_nodes_may_have_unequally_many_tasks(tasks, node, count):
 def test_torchrun_comes_before_the_step_that_it_was_started_in():
     assert joined({**SRUN, **TORCHRUN}).started_by == "torchrun"
     assert joined(SRUN).started_by == "slurm"
-
-
-def test_a_broken_environment_is_named():
-    with pytest.raises(ConfigError, match="RANK=6: must lie in"):
-        joined({**SRUN, "SLURM_PROCID": "6"})
 
 
 @pytest.mark.parametrize(

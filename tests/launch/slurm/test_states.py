@@ -9,7 +9,6 @@ from tests.launch.slurm.printed import LONG_AGO, states, submission
 from titanlab.launch import JobState
 from titanlab.launch.slurm.command import Reply, slurm_states
 from titanlab.records import RunFolder
-from titanlab.sweep.reconcile import silence
 from titanlab.system import write_json
 
 
@@ -76,8 +75,7 @@ def test_steps_say_nothing_of_other_jobs_or_of_one_that_did_well(slurm, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("place", "words", "raw"),
-    [("[0-2%1]", "CANCELLED by 1000", "CANCELLED"), ("[0-4:2,1]", "DEADLINE", "DEADLINE")],
+    ("place", "words", "raw"), [("[0-2%1]", "CANCELLED by 1000", "CANCELLED"), ("[0-4:2,1]", "DEADLINE", "DEADLINE")]
 )
 def test_jobs_that_ended_before_they_started_share_a_line(slurm, tmp_path, place, words, raw):
     """`scancel` of a whole array that waits: the queue shows it for MinJobAge, five minutes."""
@@ -154,27 +152,11 @@ def test_jobs_are_known_by_the_end_of_their_name(slurm, tmp_path):
     assert [state.state for state in states(tmp_path)] == ["running", "pending", "gone"]
 
 
-def test_a_scheduler_that_does_not_answer_is_told(slurm, tmp_path):
-    slurm["squeue"] = None
-    (state,) = states(tmp_path, submission(runs=("one",)))
-    assert (state.state, state.raw) == ("unknown", "UNKNOWN")
-    assert state.reason == "the scheduler does not answer: squeue says: nothing"
-    assert silence({("aa", 0): state}) == state.reason
-    assert silence({("aa", 0): JobState(state="pending", reason="Priority")}) is None
-
-
 def test_jobs_of_an_interrupted_submission_are_looked_for_among_all(slurm, tmp_path):
     intended = replace(submission(runs=("one",), state="intent"), job_id=None)
     slurm["squeue"] = "sweep/one-0123abcd-aa|12|0|12|RUNNING|None|0:05|n1\n"
     assert states(tmp_path, intended)[0].state == "running"
     assert not any(word.startswith("--jobs=") for words in slurm.asked for word in words)
-
-
-def test_the_queue_knows_better_what_lives(slurm, tmp_path):
-    """The accounting still has the start before, which was preempted."""
-    slurm["squeue"] = "titanlab-aa|12|0|12|RUNNING|None|0:09|n1\n"
-    slurm["sacct"] = "titanlab-aa|12_0|PREEMPTED|0:0|9|n1|None\n"
-    assert states(tmp_path, submission(runs=("one",)))[0].state == "running"
 
 
 @pytest.mark.parametrize(
@@ -191,11 +173,7 @@ def test_the_queue_knows_better_what_lives(slurm, tmp_path):
         ("titanlab-aa|12|0|12|TIMEOUT|TimeLimit|1:00|n1\n", None, "ended"),
         # ... and where there is some it comes a second later, with the exit code.
         ("titanlab-aa|12|0|12|FAILED|NonZeroExitCode|0:09|n1\n", "", "running"),
-        (
-            "titanlab-aa|12|0|12|FAILED|NonZeroExitCode|0:09|n1\n",
-            "titanlab-aa|12_0|RUNNING|0:0|9|n1|None\n",
-            "running",
-        ),
+        ("titanlab-aa|12|0|12|FAILED|NonZeroExitCode|0:09|n1\n", "titanlab-aa|12_0|RUNNING|0:0|9|n1|None\n", "running"),
         # An elastic job that was requeued and cancelled while it waited: the accounting never hears of it.
         (
             "titanlab-aa|12|0|12|CANCELLED|None|0:09|n1\n",
@@ -203,6 +181,8 @@ def test_the_queue_knows_better_what_lives(slurm, tmp_path):
             "ended",
         ),
         ("titanlab-aa|12|0|12|COMPLETING|None|0:09|n1\n", "", "running"),
+        # The accounting still has the start before, which was preempted.
+        ("titanlab-aa|12|0|12|RUNNING|None|0:09|n1\n", "titanlab-aa|12_0|PREEMPTED|0:0|9|n1|None\n", "running"),
         ("titanlab-aa|12|0|12|SUSPENDED|None|0:09|n1\n", "", "running"),
         ("titanlab-aa|12|0|12|REQUEUE_HOLD|None|0:09|\n", "", "requeued"),
     ],
@@ -260,10 +240,6 @@ def test_a_job_outside_an_array_has_its_own_number(slurm, tmp_path):
     (state,) = states(tmp_path, submission(runs=("one",)))
     # A line without a state is of no state that lives.
     assert state == JobState(state="ended", raw="", exit_code=0, job_id="12")
-
-
-def test_without_submissions_there_are_no_states(slurm, tmp_path):
-    assert slurm_states([], tmp_path) == {}
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,6 @@ def test_throughput(mixed):
     assert "all devices" in together.axes[0].get_xlabel()
 
 
-def test_memory(mixed):
-    figure = figures.memory_by_layout(sweep_frame(mixed.folder.path))
-    # How many cores there were has nothing to do with it.
-    assert bars(figure) == [(0, 0.75, None), (1, 0.75, None)]
-    assert "GiB" in figure.axes[0].get_xlabel()
-    assert figure.legends == []
-
-
 def lengths(figure):
     return [length for _, length, _ in bars(figure)]
 
@@ -155,8 +147,7 @@ def test_marks_name_the_runs_that_were_measured():
 
 
 @pytest.mark.parametrize(
-    ("bands", "drawn"),
-    [(None, 0), ({}, 0), ({"dp_s2": (5.0, 25.0)}, 1), ({"other": (5.0, 25.0)}, 0)],
+    ("bands", "drawn"), [(None, 0), ({}, 0), ({"dp_s2": (5.0, 25.0)}, 1), ({"other": (5.0, 25.0)}, 0)]
 )
 def test_an_interval_is_a_line_with_ends(bands, drawn):
     figure = throughput_by_layout([run("a", speed=10.0), run("b", speed=20.0)], bands=bands)
@@ -190,20 +181,6 @@ def test_outcomes(mixed):
 
 def told(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def test_runs_without_a_folder_and_dropped_points_have_bars_of_their_own():
-    rows = [
-        row(),
-        row(recipe=None, state="missing", outcome=None),
-        row(recipe=None, state="unreadable", outcome=None),
-        row(recipe=None, state="dropped", outcome="infeasible", dropped_stage="rule"),
-        row(recipe=None, state="dropped", outcome=None, dropped_stage=None),
-    ]
-    figure = outcomes(rows)
-    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert labels == ["dp_s2", "(no folder)", "(dropped: rule)", "(dropped: None)"]
-    assert told(figure) == ["done (1)", "missing (1)", "unreadable (1)", "dropped (2)"]
 
 
 def test_ends_stand_in_their_order_beside_each_other():

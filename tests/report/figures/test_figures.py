@@ -3,22 +3,9 @@
 import sys
 
 import matplotlib as mpl
-import pytest
 
-from tests.report.figures.test_bars import texts
 from titanlab.report import figures
 from titanlab.report.frames import metrics_frame, sweep_frame
-
-
-@pytest.mark.parametrize(
-    "draw", [figures.throughput_by_layout, figures.memory_by_layout, figures.outcomes, figures.loss_by_tokens]
-)
-def test_a_sweep_of_which_nothing_is_known_yet_is_drawn(made, tmp_path, draw):
-    made.write()
-    frame = (metrics_frame if draw is figures.loss_by_tokens else sweep_frame)(made.folder.path)
-    figure = draw(frame)
-    assert texts(figure)
-    figure.savefig(tmp_path / "figure.png")
 
 
 def test_drawing_leaves_no_state_behind(mixed, tmp_path):

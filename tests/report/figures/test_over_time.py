@@ -9,7 +9,6 @@ from titanlab.costs import meter
 from titanlab.report import figures
 from titanlab.report.figures import svg
 from titanlab.report.figures.over_time import (
-    TIMELINE_COLUMNS,
     ExpertLoad,
     PipelineTimeline,
     expert_load,
@@ -112,22 +111,6 @@ def test_a_panel_for_each_pipeline():
     assert "idle 33.3 % of all ranks' time" in figure.axes[0].get_title(loc="left")
 
 
-def test_each_row_of_a_panel_tells_its_run_and_what_its_rank_keeps():
-    pipelines = [
-        PipelineTimeline(run="a", label="pp2", timeline=timeline(4)),
-        PipelineTimeline(run="b", label="pp3", timeline=timeline(4, ranks=3)),
-    ]
-    marks = pipeline_timelines(pipelines).marks.values()
-    assert [(mark.runs, mark.text) for mark in marks] == [
-        (("a",), "pp2: rank 0 keeps 2 microbatches at most"),
-        (("a",), "pp2: rank 1 keeps 1 microbatch at most"),
-        (("b",), "pp3: rank 0 keeps 3 microbatches at most"),
-        (("b",), "pp3: rank 1 keeps 2 microbatches at most"),
-        (("b",), "pp3: rank 2 keeps 1 microbatch at most"),
-    ]
-    assert {mark.columns for mark in marks} == {TIMELINE_COLUMNS}
-
-
 def test_a_long_label_is_shortened_and_is_no_formula():
     figure = pipeline_timelines([PipelineTimeline(run="a", label="$x$ " + "long " * 30, timeline=timeline(2))])
     title = figure.axes[0].get_title(loc="left")
@@ -136,18 +119,3 @@ def test_a_long_label_is_shortened_and_is_no_formula():
     assert len(title) <= 60 + len(r"\\ · idle 33.3 % of all ranks' time")
     # The mark has all of it.
     assert "long " * 29 in next(iter(figure.marks.values())).text
-
-
-def test_a_panel_is_as_high_as_its_ranks_are_many():
-    """Six ranks have three times the height of two, in a figure that has room for both."""
-    pipelines = [PipelineTimeline(run=str(ranks), label="pp", timeline=timeline(2, ranks=ranks)) for ranks in (2, 6)]
-    figure = pipeline_timelines(pipelines)
-    assert list(figure.axes[0].get_gridspec().get_height_ratios()) == [2, 6]
-    alone = pipeline_timelines(pipelines[:1])
-    assert figure.get_figheight() > alone.get_figheight() + 6 * 0.3
-
-
-def test_the_colours_are_explained_once():
-    figure = pipeline_timelines([PipelineTimeline(run="a", label="pp2", timeline=timeline(2))] * 2)
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()][:2] == ["F: forward", "B: backward"]

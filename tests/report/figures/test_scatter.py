@@ -5,7 +5,6 @@ import pytest
 from tests.report.sweeps import mixed, summary
 from tests.sweep.made import begin, end, train
 from titanlab.report.figures.scatter import compared, estimate_against_measurement, front_of, pareto, points_of
-from titanlab.report.frames import sweep_frame
 from titanlab.sweep import SweepTable
 
 
@@ -40,13 +39,6 @@ def test_a_failure_whose_speed_is_unknown_is_in_the_strip(made):
     assert [list(line.get_xdata()) for line in strip.lines] == [[0.6], [0.6]]
     estimated = [mark for mark in figure.marks.values() if "by the estimate" in mark.text]
     assert {mark.columns for mark in estimated} == {("estimate.memory_gib", "outcome")}
-
-
-def test_mfu_in_place_of_speed_and_a_frame_in_place_of_rows(made):
-    mixed(made)
-    figure = pareto(sweep_frame(made.folder.path), speed="mfu_percent")
-    assert figure.axes[0].get_ylabel() == "MFU, % of the device's peak"
-    assert any(mark.columns == ("memory_gib", "mfu_percent") for mark in figure.marks.values())
 
 
 def test_many_recipes_are_not_all_named(made):

@@ -1,9 +1,7 @@
 """Labels, titles and sizes that all figures share."""
 
 import pytest
-from matplotlib.colors import to_hex
 
-from titanlab.report.figures import style
 from titanlab.report.figures.style import label_text, printable
 
 
@@ -42,9 +40,3 @@ def test_characters_without_a_shape_are_replaced(text, shown):
 )
 def test_a_label_is_one_line_that_is_not_too_long(text, label):
     assert label_text(text) == label
-
-
-def test_colours_of_series_differ():
-    assert len(set(style.SERIES)) == len(style.SERIES)
-    assert [to_hex(colour) for colour in style.SERIES] == list(style.SERIES)
-    assert len(style.SERIES) * len(style.LINE_STYLES) >= style.MOST_LINES

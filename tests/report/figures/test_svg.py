@@ -7,7 +7,6 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.report.sweeps import mixed
-from titanlab.errors import ConfigError
 from titanlab.report.figures import svg
 from titanlab.report.figures.bars import throughput_by_layout
 from titanlab.sweep import SweepTable
@@ -61,8 +60,3 @@ def test_an_element_has_the_pages_colours_and_ids_of_its_own(figure):
     assert re.findall(r"#[0-9a-f]{6}", text) == []
     assert "font-family" not in text
     assert "fill: var(--blue)" in text
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(figure, tmp_path):
-    with pytest.raises(ConfigError, match="--figures=.*cannot be written"):
-        svg.save(figure, tmp_path / "nothing" / "a.png")

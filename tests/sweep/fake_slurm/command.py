@@ -84,13 +84,7 @@ def sacct(arguments, settings):
             if state == "REMOVED":
                 continue
             values = {"JobName": job["flags"]["job-name"], "JobID": f"{number}_{index}", "JobIDRaw": number + index}
-            values |= {
-                "State": state,
-                "ExitCode": "0:0",
-                "ElapsedRaw": 0,
-                "NodeList": "",
-                "Reason": "None",
-            }
+            values |= {"State": state, "ExitCode": "0:0", "ElapsedRaw": 0, "NodeList": "", "Reason": "None"}
             print("|".join(str(values[name]) for name in option(arguments, "format").split(",")))
     return 0
 

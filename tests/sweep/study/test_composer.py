@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -100,27 +100,6 @@ def test_random_points_are_what_hydra_composes(seed, count, overrides):
     assert sum(isinstance(ours, Recipe) for ours, _ in outcomes) >= count / 4
 
 
-def test_values_are_known_without_composing(monkeypatch):
-    given = ("model.dim=192", "optimizer.schedule.warmup_steps=30", "optimizer.lr=0.5", "name=${model.kind}")
-    made = loader("+recipe=quickstart", *given)
-    points = [{"parallelism": option, "training.steps": steps} for option in ("fsdp_tp", "hsdp") for steps in (1, "2")]
-    composer = Composer(made, points)
-    # But for a name that is put together of others.
-    assert composer.value(points[0], "name") == "llama"
-    monkeypatch.setattr(composer, "_config", None)
-    assert [composer.value(point, "parallelism") for point in points] == ["fsdp_tp", "fsdp_tp", "hsdp", "hsdp"]
-    assert [composer.value(point, "parallelism.tensor") for point in points] == [2, 2, 1, 1]
-    assert [composer.value(point, "training.steps") for point in points] == [1, "2", 1, "2"]
-    asked = ["optimizer.lr", "world", "precision", "recipe", "model.dim", "training.microbatch"]
-    assert [composer.value(points[0], key) for key in asked] == [0.5, 2, "fp32", "quickstart", 192, None]
-    with pytest.raises(KeyError):
-        composer.value(points[0], "ac.budget")
-    monkeypatch.undo()
-    # A mapping sets what is below it.
-    assert composer.value({"optimizer.schedule": {"floor": 0.25}}, "optimizer.schedule.floor") == 0.25
-    assert composer.value({"optimizer.schedule": {"floor": 0.25}}, "optimizer.schedule.warmup_steps") == 30
-
-
 def test_hydra_is_asked_once_for_an_option_and_not_for_a_point(monkeypatch):
     made = loader("data=synthetic")
     asked = []
@@ -165,16 +144,6 @@ def test_what_an_option_brings_along_is_seen(tmp_path):
         assert put_together(composer, point) == by_hydra(made, point), point
 
 
-def test_a_mistake_that_all_points_share_is_told_at_once(monkeypatch):
-    made = loader("training.stepz=3")
-    asked: list[Sequence[str]] = []
-    compose = made.compose
-    monkeypatch.setattr(made, "compose", lambda overrides: asked.append(overrides) or compose(overrides))
-    with pytest.raises(ConfigError, match="did you mean training.steps"):
-        Composer(made, [{"precision": option} for option in OPTIONS["precision"]])
-    assert len(asked) == 2
-
-
 def test_a_value_of_one_option_fails_with_the_others_only():
     made = loader("ac.budget=0.25")
     points = [{"ac": option} for option in ("none", "memory_budget", "full")]
@@ -200,43 +169,3 @@ def test_a_value_survives_hydras_grammar(value):
     (parsed,) = loader().parse([override_text("+key", value)])
     assert parsed.value() == value
     assert not parsed.is_sweep_override()
-
-
-def test_what_points_have_in_common_is_made_once_and_the_rest_follows(monkeypatch):
-    points: list[dict[str, Any]] = [
-        {"model.vocab_size": size, "optimizer.lr": lr, "seed": seed}
-        for size in (512, 1024)
-        for lr in (0.1, 0.2)
-        for seed in range(5)
-    ]
-    composer = Composer(loader("data=synthetic"), points)
-    whole: list[Any] = []
-    compose_whole = composer._whole_recipe
-    monkeypatch.setattr(composer, "_whole_recipe", lambda point: whole.append(point) or compose_whole(point))
-    recipes = [composer.recipe(point) for point in points]
-    assert [(each.model.vocab_size, each.optimizer.lr, each.seed) for each in recipes] == [
-        tuple(point.values()) for point in points
-    ]
-    # A field that refers to another follows it.
-    assert [each.data.vocab_size for each in recipes] == [512] * 10 + [1024] * 10
-    assert recipes[0].model is recipes[9].model
-    assert recipes[0].optimizer is recipes[-10].optimizer
-    assert len(whole) == 2
-
-
-def test_a_wrong_value_is_told_for_each_point_that_has_it_and_composed_once(monkeypatch):
-    points: list[dict[str, Any]] = [
-        {"training.steps": steps, "seed": seed} for steps in ("many", 5) for seed in (0, "x")
-    ]
-    composer = Composer(loader(), points)
-    whole: list[Any] = []
-    compose_whole = composer._whole_recipe
-    monkeypatch.setattr(composer, "_whole_recipe", lambda point: whole.append(point) or compose_whole(point))
-    said = [put_together(composer, point) for point in (*points, *points)]
-    # The second point has two wrong values, and any of them may be told.
-    assert [str(said[number]) for number in (0, 2, 3)] == [str(said[number]) for number in (4, 6, 7)]
-    assert str(said[1]).startswith(("training.steps=many: ", "seed=x: "))
-    assert isinstance(said[2], Recipe)
-    assert str(said[0]).startswith("training.steps=many: must be a whole number")
-    assert str(said[3]).startswith("seed=x: must be a whole number")
-    assert len(whole) <= 5

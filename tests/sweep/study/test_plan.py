@@ -11,10 +11,9 @@ import pytest
 from tests.sweep.files import dropped, labels, plan, sweep_text, write_sweep
 from tests.sweep.studies import SLURM, seeds, study
 from titanlab.data import source
-from titanlab.distributed import Host
 from titanlab.errors import ConfigError
 from titanlab.plan import MEMORY_ERROR, Estimate
-from titanlab.sweep import Composer, decide, fitting, plan_lines, submit
+from titanlab.sweep import decide, fitting, plan_lines, submit
 from titanlab.sweep import plan as studies
 from titanlab.techniques.tracker.trackers_schema import Wandb
 
@@ -118,19 +117,6 @@ def test_this_host_is_not_looked_at_for_runs_elsewhere(monkeypatch):
     assert found.planned[0].identity.content["hardware"] == "NVIDIA H100 80GB HBM3"
 
 
-def test_a_gpu_sweep_on_a_host_without_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(studies, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=2))
-    with pytest.raises(ConfigError, match=r"^cluster.accelerator=cuda: this host shows no GPU; "):
-        plan("+sweeps=ac_memory")
-
-
-def test_whole_studies_take_no_point_that_cannot_be_run():
-    given = [*SMALL, "parallelism=fsdp_tp,single", "world=1,2"]
-    assert len(dropped(plan(*given))) == 2
-    with pytest.raises(ConfigError, match="world"):
-        studies.plan_study(given, whole=True)
-
-
 def test_data_is_prepared_once_and_its_rules_hold(monkeypatch, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("a few words of text\n" * 200)
@@ -169,20 +155,6 @@ def test_rules_on_prepared_data_are_checked_once_it_is_there(monkeypatch, tmp_pa
     assert dropped(found) == [("seq_len64", "rule", "data.files=text.txt: is too small; give more")]
 
 
-def test_a_job_larger_than_the_cluster_is_refused_before_data_is_prepared(monkeypatch):
-    monkeypatch.setattr(source, "prepare", lambda config, *, report: pytest.fail("prepared"))
-    given = [
-        "launch=slurm",
-        "cluster=cpu",
-        "cluster.nodes=2",
-        "parallelism=fsdp",
-        "world=8,32",
-        "training.global_batch=32",
-    ]
-    with pytest.raises(ConfigError, match=r"^world=32: is more than the cluster's 2 nodes of 8; "):
-        plan(*SMALL, *given, prepare_data=True)
-
-
 def test_a_control_runs_beside_the_points_and_changes_no_other_run(tmp_path):
     space = {"product": {"ac": ["none", "full"]}}
     alone = plan(*write_sweep(tmp_path, sweep_text(space, node={"repeats": 2})))
@@ -196,15 +168,6 @@ def test_a_control_runs_beside_the_points_and_changes_no_other_run(tmp_path):
     # Other runs than repeats of a point with the same recipe.
     assert [each.recipe.repeat for each in controls] == [1000, 1001, 1002]
     assert len({each.identity.sha256 for each in found.planned}) == 7
-
-
-def test_a_mistake_that_all_points_share_is_composed_once(monkeypatch):
-    asked = []
-    whole = Composer._whole_recipe
-    monkeypatch.setattr(Composer, "_whole_recipe", lambda *given: asked.append(given[1]) or whole(*given))
-    with pytest.raises(ConfigError, match="training.global_batch=-1: must be at least 1"):
-        plan(*SMALL, "seed=range(0,500)", "training.global_batch=-1")
-    assert len(asked) < 15
 
 
 def test_names_that_the_user_gives_stay():
@@ -226,11 +189,6 @@ def test_names_that_the_user_gives_stay():
 def test_conditions_see_values_as_they_will_be(tmp_path, swept, condition, left):
     given = write_sweep(tmp_path, sweep_text({"product": swept}, node={"where": [condition]}))
     assert labels(plan(*given)) == left
-
-
-def test_a_world_that_is_none_is_left_to_the_rules():
-    found = plan(*SMALL, "world=0,1")
-    assert [(label, stage) for label, stage, _ in dropped(found)] == [("world0", "rule")]
 
 
 def test_data_that_is_not_here_may_be_where_the_runs_are(tmp_path):
@@ -283,20 +241,6 @@ def test_estimates_are_numbers_that_people_write(planned, monkeypatch, given, ce
     line = next(line for line in plan_lines(*planned(seeds(1)), answered=False) if line.endswith("submit"))
     shown = tuple(re.split(r"\s{2,}", line)[-4:-1])
     assert shown == tuple("5.00e-09" if cell == "5e-09" else cell for cell in cells)
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "which"), [(["oom", "hang"], "--outcome hang,oom"), (["oom", None], "--all-failed")]
-)
-def test_runs_that_ended_are_told_how_to_run_again(planned, outcomes, which):
-    found, decisions = planned(seeds(2))
-    ended = [
-        dataclasses.replace(decision, action="ended", outcome=outcome)
-        for decision, outcome in zip(decisions, outcomes, strict=True)
-    ]
-    lines = plan_lines(found, ended)
-    assert lines[-1] == f"to run those again: titanlab retry layouts {which}"
-    assert "2 ended otherwise" in lines
 
 
 def test_runs_that_ended_without_the_tracker_that_is_asked_for_now_are_told(planned):

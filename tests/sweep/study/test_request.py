@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import omegaconf
 import pytest
 
 from tests.sweep.files import sweep_text, write_sweep
@@ -19,13 +18,6 @@ def refusal(*arguments):
     assert "\n" not in text
     assert len(text) < 1000
     return text
-
-
-def test_without_a_space_there_is_one_point():
-    request = read_request(["training.steps=5"])
-    assert (list(request.points), request.space, request.repeats, request.control) == ([{}], None, 1, None)
-    assert (list(request.where), request.option, request.named) == ([], None, False)
-    assert request.definition == {"overrides": ["training.steps=5"], "space": None, "where": [], "repeats": 1}
 
 
 def test_swept_values_are_points_and_the_rest_is_shared():
@@ -79,38 +71,6 @@ def test_a_file_and_the_command_line_are_multiplied(tmp_path):
 def test_a_condition_may_ask_for_the_sweep_and_the_recipe(tmp_path):
     request = read_request([SPACE, "hydra.sweeper.where=['recipe == 3']", "seed=1,2"])
     assert [expression.text for expression in request.where] == ["recipe == 3"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "begins"),
-    [
-        (["seed=1,2", "++seed=3,4"], "seed=3,4: is swept twice; "),
-        (["seed=1,2", "seed=7"], "seed=7: is one value for all points"),
-        (["seed=1,1"], "space.product.seed=1: is there twice; "),
-        (["seed=1,1.0"], "seed=1.0: must be a whole number; "),
-        (["seed='\N{GRINNING FACE}',1"], "seed=\N{GRINNING FACE}: must be a whole number; "),
-        (["seed=range(0,10,nan)"], "seed=range(0,10,nan): has no end of values, or none at all; "),
-        (["seed=glob(*)"], "seed=glob(*): fits no value; "),
-        (["seed=1," + "9" * 5000], "arguments="),
-        (["=1,2"], "space.product=: is no key of a recipe; "),
-        (["training.steps.x=1,2"], "training.steps.x=1,2: is no key of this recipe; did you mean training.steps?"),
-        (["sweeps=a,b"], "sweeps=a,b: is one for the whole sweep; "),
-        (["optimizer.schedule=3,4"], "optimizer.schedule=3: has keys of its own; "),
-        ([SPACE, "seed=1,2", "hydra.sweeper.repeats=true"], "repeats=true: must be a whole number, at least 1; "),
-        ([SPACE, "seed=1,2", "hydra.sweeper.repeats=1001"], "repeats=1001: is more than 1000; "),
-        ([SPACE, "seed=1,2", "hydra.sweeper.where=[null]"], "where=null: is no condition; "),
-        (["seed=1,2", "hydra.sweeper=null"], "hydra.sweeper=null: takes away what titanlab reads a sweep with; "),
-        (["seed=1,2", "~hydra.launcher._target_"], "hydra.launcher._target_=: would run the points by itself"),
-        pytest.param(
-            ["+hydra.sweeper.params={seed:'1,2'}"],
-            "hydra.sweeper.params={seed:'1,2'}: is null, which takes no keys; ",
-            marks=pytest.mark.skipif(not omegaconf.__version__.startswith("2.3."), reason="later ones take them"),
-        ),
-    ],
-    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
-)
-def test_a_wrong_request_is_one_line(arguments, begins):
-    assert refusal(*arguments).startswith(begins)
 
 
 def test_a_value_of_a_file_that_the_user_sets_for_all_is_refused_with_what_to_do(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.sweep.table.plain import row
 from titanlab.sweep import notes_of, rank, ranking_lines, sentence_of
-from titanlab.sweep.ranking import Drift, amount, drift_line, drift_of, figure, percent
+from titanlab.sweep.ranking import drift_of, percent
 
 # Noise of a run: the standard deviation of the logarithm of tokens/s. Equal recipes on a shared host of two cores differed
 # by 3 to 6 % in quiet minutes, and by 20 to 31 % while seven others computed (AMD EPYC, 2026-11-24).
@@ -180,23 +180,6 @@ def test_the_values_are_plain():
 
 
 @pytest.mark.parametrize(
-    ("value", "by", "text", "whole"),
-    [
-        (1234.4, "tps", "1,234", "1,234 tokens/s per device"),
-        (100.0, "tps", "100", "100 tokens/s per device"),
-        (99.96, "tps", "100", "100 tokens/s per device"),
-        (12.345, "tps", "12.3", "12.3 tokens/s per device"),
-        (0.5, "tps", "0.5", "0.5 tokens/s per device"),
-        (41.46, "mfu", "41.5%", "41.5% MFU"),
-        (0.754, "memory", "0.75", "0.75 GiB"),
-    ],
-)
-def test_figures_have_the_digits_that_one_can_compare(value, by, text, whole):
-    assert figure(value, by) == text
-    assert amount(value, by) == whole
-
-
-@pytest.mark.parametrize(
     ("value", "text"),
     [
         (0.0, "0%"),
@@ -214,11 +197,7 @@ def test_small_gaps_keep_a_digit_and_huge_ones_are_only_huge(value, text):
     assert percent(value) == text
 
 
-TABLE = [
-    *repeated("dp_s2", 1000.0, 1000.0),
-    *repeated("tp2", 900.0, 900.0),
-    row("cp2", outcome="oom", speed=None),
-]
+TABLE = [*repeated("dp_s2", 1000.0, 1000.0), *repeated("tp2", 900.0, 900.0), row("cp2", outcome="oom", speed=None)]
 
 
 def test_the_whole_answer_is_lines():
@@ -256,29 +235,6 @@ def test_a_winner_is_named_with_its_figure_and_its_gap_if_recipes_were_run_twice
     assert sentence_of(rank(rows * 2, by=by)).startswith(f"dp_s2 {named} than tp2 (95%")
 
 
-def test_many_recipes_within_noise_are_counted():
-    noisy = [1000.0, 1200.0, 800.0]
-    rows = [*repeated("dp_s2", *noisy), *repeated("tp2", *(0.99 * speed for speed in noisy))]
-    rows += repeated("cp2", *(0.98 * speed for speed in noisy))
-    assert sentence_of(rank(rows)).startswith("No winner can be named: all 3 recipes are within noise of the best")
-
-
-@pytest.mark.parametrize(
-    ("rows", "by", "limit", "sentence"),
-    [
-        ([row(outcome="oom")], "tps", None, "There is nothing to rank: none of 1 run is done."),
-        ([row(memory_gib=9.0), row("tp2", memory_gib=7.25)], "tps", 7.0,
-         "No recipe fits into 7 GiB: the smallest needs 7.25."),
-        ([row(oversubscribed=True)], "mfu", None,
-         ("No recipe can be ranked by MFU: the runs had more processes than cores, so that their speed says nothing; "
-          "rank them by memory (--by memory).")),
-        ([row(memory_gib=None)], "memory", None, "No recipe can be ranked by memory: its memory was not measured."),
-    ],
-)  # fmt: skip
-def test_why_nobody_has_a_place(rows, by, limit, sentence):
-    assert sentence_of(rank(rows, by=by, max_memory_gib=limit)) == sentence
-
-
 def test_what_is_compared_unfairly_is_noted():
     rows = [row(layers=2), row("tp4", world=4, layers=4)]
     unfair = [
@@ -291,23 +247,6 @@ def test_what_is_compared_unfairly_is_noted():
     unknown = "Noise: unknown, as no recipe has two runs; hydra.sweeper.repeats=3 runs each three times."
     assert notes_of(rank(rows)) == [unknown, *unfair]
     assert notes_of(rank(rows, by="mfu")) == [unknown]
-
-
-@pytest.mark.parametrize(
-    ("drift", "line"),
-    [
-        ((-16.14, None, 2, 300.0),
-         "Drift: the control's MFU went 16.1% down in 5:00 (2 runs); whether that is noise is unknown."),
-        ((1.0, (-1.0, 3.0), 3, 60.0),
-         "Drift: the control's MFU went 1.0% up in 1:00 (3 runs, 95% interval -1.0% to 3.0%): within noise."),
-        ((5.0, (4.0, 6.0), 4, 3600.0),
-         ("Drift: the control's MFU went 5.0% up in 1:00:00 (4 runs, 95% interval 4.0% to 6.0%): more than noise: the "
-          "machine changed while the sweep ran.")),
-    ],
-)  # fmt: skip
-def test_a_drift_is_a_line(drift, line):
-    moved, interval, runs, seconds = drift
-    assert drift_line(Drift(percent=moved, interval_percent=interval, runs=runs, seconds=seconds), "mfu") == line
 
 
 @pytest.mark.parametrize(

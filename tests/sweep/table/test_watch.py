@@ -147,18 +147,6 @@ def test_in_a_pipe_changes_are_lines(made):
     assert lines[5] == "layouts"
 
 
-def test_what_a_stream_cannot_show_is_replaced(made):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    run = made.run("a", shard=2, tensor=2)
-    begin(run)
-    end(run, "crash", cause="größer")
-    Screen(stream, environ={}).show("layouts", SweepTable(made.folder).rows())
-    stream.seek(0)
-    said = stream.read()
-    assert "dp_s2?tp2" in said
-    assert "gr??er" in said
-
-
 DONE = {"state": "ended", "outcome": "done"}
 CRASH = {"state": "ended", "outcome": "crash"}
 OOM = {"state": "ended", "outcome": "oom"}
@@ -236,6 +224,15 @@ def test_a_run_with_a_job_goes_on_as_its_queue_says(made, monkeypatch, row, expe
     now[0] += 10
     watch.goes_on()
     assert len(asked) == 2
+
+
+def test_a_later_process_with_the_number_of_a_dead_one_does_not_work_on_its_run(made, monkeypatch):
+    run = made.run("one")
+    begin(run)
+    row = {"run": run.path.name, "state": "running", "job_id": None}
+    monkeypatch.setattr(run_watch, "look_at", lambda sweep: lambda: [row])
+    run.write_status(Status(state="running", attempt=1, pid=os.getppid(), updated=1000.0))
+    assert RunWatch(run).goes_on() == (False, "nobody works on it any more, and it left no result")
 
 
 def test_an_end_that_is_final_asks_no_queue(made, monkeypatch):

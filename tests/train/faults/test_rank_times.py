@@ -48,19 +48,6 @@ def test_the_seconds_of_the_slowest_rank_are_those_of_one_step():
 LAST = [0.1, 3.0, 2.0, 5.0]
 
 
-@pytest.mark.parametrize(
-    ("rows", "peers", "slow"),
-    [
-        ([EVEN, EVEN, LAST, LAST], 4, (2, 1)),
-        ([EVEN, EVEN, LAST, LAST], 2, None),
-        ([EVEN, [0.1, 2.9, 2.0, 5.0], LAST, LAST], 2, (1, 1)),
-        ([EVEN, EVEN, LAST, [4.0, 3.0, 2.0, 5.0]], 2, (3, 0)),
-    ],
-)
-def test_ranks_of_one_stage_are_compared_with_each_other(rows, peers, slow):
-    assert compared(rows, 10, peers=peers)[1] == slow
-
-
 @dataclass(frozen=True, kw_only=True)
 class Others(World):
     """Rank 0, and what the other ranks have measured."""
@@ -126,11 +113,11 @@ def test_a_slow_rank_is_told_once_and_stays_in_the_metrics(pool, tmp_path):
 def test_a_rank_that_waits_for_data_is_told(pool, tmp_path):
     from tests.planted_schema import Planted
 
-    made = tiny.recipe(tmp_path, steps=4, shard=2, compare_ranks_every=4, data=Planted())
+    made = tiny.recipe(tmp_path, steps=3, shard=2, compare_ranks_every=3, data=Planted())
     run = tiny.begin(made)
     summary = pool.run(2, late, made, run)[0]
     assert summary[totals.SLOWEST] == 1
-    assert "step 4: rank 1 is slow in data: " in (run.logs / "rank-0.log").read_text()
+    assert "step 3: rank 1 is slow in data: " in (run.logs / "rank-0.log").read_text()
 
 
 def late(made, run):
@@ -140,7 +127,8 @@ def late(made, run):
 
     def next_batch(self):
         if os.environ["RANK"] == "1":
-            time.sleep(0.3)
+            # A tenth of a step, also where the machine is loaded.
+            time.sleep(0.8)
         return whole(self)
 
     with patch.object(PlantedStream, "next_batch", next_batch):

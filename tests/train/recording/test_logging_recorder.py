@@ -17,7 +17,7 @@ from titanlab.system import terminal
 from titanlab.techniques.precision.cast import ScaledStep
 from titanlab.techniques.precision.cast_schema import Fp16
 from titanlab.train import Totals
-from titanlab.train.recording import LoggingRecorder, Recorder, StepEnds, next_steps, open_recorder
+from titanlab.train.recording import StepEnds, next_steps, open_recorder
 
 CPU = torch.device("cpu")
 ALONE = World(rank=0, world=1, local_rank=0, device=CPU)
@@ -41,32 +41,6 @@ def test_a_cpu_without_units_for_the_precision_is_told(tmp_path, capsys, monkeyp
     rule = f"this CPU has no units for {named}, and multiplies tens of times more slowly than in fp32"
     line = f"warning: precision={named}: {rule}; try precision=fp32\n"
     assert capsys.readouterr().err == (line if named else "")
-
-
-def test_a_run_is_recorded(tmp_path, capsys):
-    made = tiny.recipe(tmp_path, steps=3, log_every=2)
-    run = tiny.begin(made)
-    with open_recorder(made, run, ALONE, attempt=1, position=Position()) as recorder:
-        recorder.start()
-        assert run.status().state == "running"
-        for step, loss in ((1, 4.0), (2, 3.0), (3, 2.0)):
-            with recorder.loading(), recorder.saving():
-                assert run.status().state == "saving"
-            scaled = ScaledStep(1024.0, 1, tolerated=True) if step == 2 else None
-            recorder.record(step, Totals(loss, 1.0, 100, 0, scaled), rate=1e-3, tokens_seen=100 * step)
-        with recorder.validating(3) as report:
-            report(2.5)
-        outcome = recorder.finish(Outcome(kind=OutcomeKind.DONE, step=3, steps=3))
-    rows = {row["step"]: row for row in run.metrics("train")}
-    assert [rows[step][meter.LOSS] for step in (1, 2, 3)] == [4.0, 3.0, 2.0]
-    assert rows[2][meter.LOSS_SCALE] == 1024.0
-    assert meter.LOSS_SCALE not in rows[3]
-    assert [row[meter.VALIDATION_LOSS] for row in run.metrics("validation")] == [2.5]
-    figures = (outcome.metrics["first_loss"], outcome.metrics[meter.LOSS], outcome.metrics[meter.VALIDATION_LOSS])
-    assert figures == (4.0, 2.0, 2.5)
-    assert run.result(1).kind is OutcomeKind.DONE
-    assert "done" in (run.logs / "rank-0.log").read_text()
-    capsys.readouterr()
 
 
 @pytest.mark.parametrize(("skipped", "shown"), [((0, 0), False), ((0, 2), True), ((1, 1), True)])
@@ -111,36 +85,6 @@ def test_logging_beside_the_next_step_takes_nothing_from_it(tmp_path, capsys):
     _, second = run.metrics("train")
     assert second[meter.STEP_SECONDS] == pytest.approx(2.0, abs=1e-9)
     capsys.readouterr()
-
-
-def test_an_error_closes_the_record_and_goes_on(tmp_path, capsys):
-    made = tiny.recipe(tmp_path, steps=3)
-    run = tiny.begin(made)
-    with (
-        pytest.raises(ValueError, match="in the middle"),
-        open_recorder(made, run, ALONE, attempt=1, position=Position()) as recorder,
-    ):
-        assert isinstance(recorder, LoggingRecorder)
-        recorder.start()
-        recorder.record(1, Totals(4.0, 1.0, 100, 0), rate=1e-3, tokens_seen=100)
-        raise ValueError("in the middle")
-    assert len(run.metrics("train")) == 1
-    assert run.result(1) is None  # whoever started the rank writes it
-    capsys.readouterr()
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    made = tiny.recipe(tmp_path)
-    run = tiny.begin(made)
-    second = World(rank=1, world=2, local_rank=1, device=CPU)
-    with open_recorder(made, run, second, attempt=1, position=Position()) as recorder:
-        assert type(recorder) is Recorder
-        recorder.start()
-        recorder.record(1, Totals(4.0, 1.0, 100, 0), rate=1e-3, tokens_seen=100)
-        outcome = Outcome(kind=OutcomeKind.DONE, step=1, steps=1)
-        assert recorder.finish(outcome) is outcome
-    assert run.metrics() == []
-    assert run.status().state != "running"
 
 
 def test_the_panel_suggests_what_can_be_done(tmp_path):

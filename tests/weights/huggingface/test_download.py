@@ -12,6 +12,7 @@ from huggingface_hub import errors
 from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.cli.compose import compose
+from titanlab.train import fetch_model
 
 
 def failed(kind, status):
@@ -109,6 +110,16 @@ def test_a_hub_that_gives_nothing(hub, tmp_path, capsys, error, message, late):
     assert not Path("weights").exists()
 
 
+def test_an_error_of_the_report_is_not_one_of_the_hub(hub, tmp_path):
+    hub(made.folder(tmp_path / "there"))
+
+    def report(line):
+        raise ValueError(line)
+
+    with pytest.raises(ValueError, match="fetching owner/model"):
+        fetch_model("owner/model", revision=None, token=None, key="source", report=report)
+
+
 def test_another_model_is_refused_before_it_is_fetched(hub, tmp_path, capsys):
     folder = made.folder(tmp_path / "there", {**made.SMALL, "architectures": ["GPT2LMHeadModel"]})
     asked = hub(folder)
@@ -121,12 +132,3 @@ def test_names_of_options_do_not_hide_our_own(hub, tmp_path, capsys):
     folder = made.folder(tmp_path / "llama3_8b")
     assert main(["import", str(folder)]) == 0
     assert Path("weights/llama3_8b_imported/conf/model/llama3_8b_imported.yaml").is_file()
-
-
-def test_a_folder_whose_name_hydra_would_take_apart(hub, tmp_path, capsys):
-    folder = made.folder(tmp_path / "there")
-    assert main(["import", str(folder), "--into", "odd, name=1", "--name", "odd"]) == 0
-    import shlex
-
-    (recipe,) = compose(shlex.split(capsys.readouterr().out.splitlines()[-1])[2:])
-    assert recipe.init_from == "odd, name=1"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.model.published import NAMES, load
+from tests.refusals import refusal
 from tests.weights.huggingface import made
 from titanlab.errors import ConfigError
 from titanlab.options import Option, discover
@@ -101,15 +102,6 @@ def test_a_released_config_is_our_model(name):
         }
 
 
-def test_the_style_of_transformers_5_is_read():
-    """Frequencies stand in an object of their own."""
-    model = load("llama3_1_70b")
-    config = model.hugging_face().to_hf(model, context=4096)
-    newer = {key: value for key, value in config.items() if not key.startswith("rope")}
-    parameters = {"rope_theta": config["rope_theta"], **config["rope_scaling"]}
-    assert model.hugging_face().from_hf({**newer, "rope_parameters": parameters}) == model
-
-
 @pytest.mark.parametrize("name", made.FAMILIES)
 def test_names_are_those_of_transformers(name):
     config = made.FAMILIES[name]
@@ -163,6 +155,14 @@ def test_what_makes_two_models_different(name, change, difference):
         (made.SMALL, {"num_hidden_layers": 0}, "num_hidden_layers=0: must be a whole number of at least 1"),
         (made.SMALL, {"num_hidden_layers": True}, "num_hidden_layers=true: must be a whole number"),
         (made.SMALL, {"rms_norm_eps": "small"}, "rms_norm_eps=small: must be a number"),
+        (made.SMALL, {"vocab_size": "128"}, "vocab_size=128: must be a whole number"),
+        (made.SMALL, {"num_hidden_layers": 2.0}, "num_hidden_layers=2.0: must be a whole number"),
+        (made.SMALL, {"rms_norm_eps": False}, "rms_norm_eps=false: must be a number"),
+        (made.SMALL, {"sliding_window": 4096}, "sliding_window=4096: is not computed here"),
+        (made.SMALL, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5: turns only part of a head"),
+        (made.SMALL, {"rope_scaling": {**LLAMA_3, "original_max_position_embeddings": 64.5}}, "original_max_position_embeddings=64.5: must be a whole"),
+        (made.QWEN_3_MOE, {"norm_topk_prob": None}, "norm_topk_prob=false: is not computed here"),
+        (made.QWEN_3_MOE, {"num_experts_per_tok": ...}, "num_experts_per_tok=null: must be a whole number"),
         (made.QWEN_3, {"use_sliding_window": True}, "use_sliding_window=true: is not computed here"),
         (made.QWEN_3, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=sliding_attention: is not computed"),
         (made.QWEN_3, {"layer_types": "full_attention"}, "layer_types=full_attention: is not computed here"),
@@ -215,14 +215,6 @@ def test_two_ropes_that_disagree_are_refused(given, key, rule):
     assert rule in str(refused.value)
 
 
-def test_two_ropes_that_agree_are_one():
-    from_hf = Llama.hugging_face().from_hf
-    config = {name: value for name, value in made.LLAMA_3_2.items() if not name.startswith("rope")}
-    both = {"rope_parameters": {**LLAMA_3, "rope_theta": 5e5}, "rope_scaling": {**LLAMA_3, "type": "llama3"}}
-    once = from_hf({**config, "rope_scaling": LLAMA_3, "rope_theta": 5e5})
-    assert from_hf({**config, **both, "rope_theta": 500000}) == once
-
-
 SUPPORTED = "LlamaForCausalLM, MixtralForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM"
 
 
@@ -241,10 +233,9 @@ SUPPORTED = "LlamaForCausalLM, MixtralForCausalLM, Qwen3ForCausalLM, Qwen3MoeFor
     ],
 )
 def test_other_architectures_are_refused(given, shown):
-    with pytest.raises(ConfigError) as refused:
-        family_for({"architectures": given})
+    told = refusal(family_for, {"architectures": given})
     rule = "is no architecture that is computed here"
-    assert str(refused.value) == f"config.json:architectures={shown}: {rule}; supported: {SUPPORTED}"
+    assert told == f"config.json:architectures={shown}: {rule}; supported: {SUPPORTED}"
 
 
 def test_models_of_other_packages_are_found_and_those_without_a_form_in_transformers_left_out(monkeypatch):
@@ -266,3 +257,118 @@ def test_models_of_other_packages_are_found_and_those_without_a_form_in_transfor
         family_for({"architectures": ["BareForCausalLM"]})
     with pytest.raises(ConfigError, match=r"^config\.json:architectures=null: "):
         family_for({})
+
+
+# Keys that are missing, and the two styles of frequencies.
+FAMILY = Llama.hugging_face()
+SMALL = Llama(dim=64, layers=2, heads=4, kv_heads=2, ffn_dim=96, vocab_size=128, norm_eps=1e-5, rope_theta=10000.0)
+PLAIN = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "rms_norm_eps": 1e-5,
+}
+STRETCHED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+SCALED = {"rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_context": 64}
+LONG = replace(SMALL, rope_theta=500000.0, **SCALED)
+MODELS = {name: load(name) for name in ("qwen3_moe_debug", "mixtral_debug")}
+
+
+def read(**changes):
+    config = {**PLAIN, **changes}
+    return FAMILY.from_hf({name: value for name, value in config.items() if value is not ...})
+
+
+def config_of(name, **changes):
+    """config.json of a model with experts, changed."""
+    config = {**MODELS[name].hugging_face().to_hf(MODELS[name], context=64), **changes}
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def read_experts(name, **changes):
+    return MODELS[name].hugging_face().from_hf(config_of(name, **changes))
+
+
+def test_missing_keys_have_the_defaults_of_transformers():
+    model = read(num_key_value_heads=..., rms_norm_eps=...)
+    assert (model.kv_heads, model.norm_eps, model.rope_theta, model.rope_factor) == (4, 1e-6, 10000.0, 1.0)
+    assert not model.tied_embeddings
+    # As null they are missing too.
+    assert read(num_key_value_heads=None, rms_norm_eps=None, rope_theta=None, head_dim=None) == model
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "rope", [{}, {"type": None}, {"rope_type": None, "type": None}, {"rope_type": None, "factor": None}]
+)
+def test_a_rope_without_a_type_is_the_default(key, rope):
+    assert read(**{key: rope}) == read(rope_scaling=None)
+
+
+def test_the_older_name_of_a_type_counts_where_the_newer_is_null():
+    scaling = {"rope_type": None, "type": "llama3", **STRETCHED}
+    assert read(rope_scaling=scaling) == read(rope_scaling={"rope_type": "llama3", **STRETCHED})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **STRETCHED}},
+        {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **STRETCHED}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **STRETCHED}},
+        {"rope_parameters": {"rope_type": "llama3", **STRETCHED}, "rope_theta": 500000.0},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": None, **STRETCHED}, "rope_theta": 500000.0},
+        {
+            "rope_theta": 500000.0,
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **STRETCHED},
+            "rope_scaling": {"type": "llama3", **STRETCHED},
+        },
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "partial_rotary_factor": None, **STRETCHED}},
+    ],
+)
+def test_both_styles_of_scaled_frequencies_are_one_model(rope):
+    assert read(**rope) == LONG
+
+
+@pytest.mark.parametrize(
+    "rope", [{}, {"rope_scaling": None}, {"rope_scaling": {}}, {"rope_parameters": {"rope_type": "default"}}]
+)
+def test_without_scaling_there_is_no_factor(rope):
+    assert read(**rope) == SMALL
+    assert FAMILY.stretched_context(read(**rope)) == 0
+
+
+def test_what_is_switched_off_is_accepted():
+    assert read(attention_bias=False, mlp_bias=None, hidden_act="silu", sliding_window=None) == SMALL
+
+
+EXPERTS = MODELS["qwen3_moe_debug"]
+
+
+def test_scaled_frequencies_are_for_a_longer_context():
+    other = replace(LONG, rope_original_context=128)
+    assert [FAMILY.stretched_context(each) for each in (SMALL, LONG, other)] == [0, 512, 1024]
+
+
+def test_the_width_of_an_expert_is_not_that_of_a_dense_feed_forward():
+    model, config = EXPERTS, config_of("qwen3_moe_debug")
+    assert config["moe_intermediate_size"] == model.ffn_dim
+    assert config["intermediate_size"] == model.ffn_dim * model.active_experts
+    assert model.hugging_face().from_hf({**config, "intermediate_size": 12345}).ffn_dim == model.ffn_dim
+
+
+@pytest.mark.parametrize("number", [..., None])
+def test_both_names_of_the_number_of_experts_are_read(number):
+    changes = {"num_experts": number, "num_local_experts": EXPERTS.experts}
+    assert read_experts("qwen3_moe_debug", **changes).experts == EXPERTS.experts
+
+
+def test_missing_keys_of_a_mixtral_have_the_defaults_of_transformers():
+    lacking = dict.fromkeys(("num_local_experts", "num_experts_per_tok", "rms_norm_eps", "rope_theta"), ...)
+    model = read_experts("mixtral_debug", **lacking)
+    assert (model.experts, model.active_experts) == (8, 2)
+    # A Llama's would be 1e-6 and 10,000.
+    assert (model.norm_eps, model.rope_theta) == (1e-5, 1_000_000.0)

@@ -9,19 +9,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.refusals import refusal
 from tests.weights.huggingface import made
 from titanlab.cli import main
-from titanlab.errors import ConfigError
 from titanlab.train.weights import is_hf_folder, open_hf
 
 TIED = {**made.SMALL, "tie_word_embeddings": True}
-
-
-def refusal(path):
-    with pytest.raises(ConfigError) as caught:
-        open_hf(path, "k")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_a_folder_with_a_config_is_one(tmp_path):
@@ -70,7 +63,7 @@ def test_a_model_that_has_lost_its_head_is_refused_by_that_name(tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(path).model.save_pretrained(tmp_path / "base")
     rule = "holds a model without lm_head.weight, its output head, which transformers would begin at random"
     cure = "save the whole model, as AutoModelForCausalLM does"
-    assert refusal(tmp_path / "base") == f"k={tmp_path / 'base'}: {rule}; {cure}"
+    assert refusal(open_hf, tmp_path / "base", "k") == f"k={tmp_path / 'base'}: {rule}; {cure}"
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -118,7 +111,7 @@ def test_words_of_wrappers_in_names_are_left_out(tmp_path, config, wrapped):
 def test_a_tensor_that_is_there_with_and_without_a_wrapper_is_refused(tmp_path):
     path = made.folder(tmp_path / "a", **{"module.lm_head.weight": torch.ones(256, 64)})
     rule = "holds lm_head.weight twice, as lm_head.weight and as module.lm_head.weight"
-    assert refusal(path) == f"k={path}: {rule}; save the model again, without wrappers around it"
+    assert refusal(open_hf, path, "k") == f"k={path}: {rule}; save the model again, without wrappers around it"
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
@@ -147,7 +140,7 @@ def test_a_copy_of_tied_embeddings_is_known(tmp_path):
 )
 def test_a_copy_that_cannot_be_compared_is_one_line(tmp_path, tensor, rule):
     path = made.folder(tmp_path / "a", TIED, **{"lm_head.weight": tensor})
-    said = refusal(path)
+    said = refusal(open_hf, path, "k")
     assert said.startswith(f"k={path}: ")
     assert rule in said
 
@@ -173,7 +166,7 @@ def test_weights_that_are_missing_or_in_another_form_are_named(tmp_path, name, r
         (path / "model.safetensors").unlink()
     else:
         (path / "model.safetensors").rename(path / name)
-    assert refusal(path).startswith(f"k={path}: {rule}")
+    assert refusal(open_hf, path, "k").startswith(f"k={path}: {rule}")
 
 
 @pytest.mark.parametrize(
@@ -190,4 +183,4 @@ def test_weights_that_are_missing_or_in_another_form_are_named(tmp_path, name, r
 def test_a_value_that_no_model_has_is_one_line(tmp_path, name, value, said):
     path = made.folder(tmp_path / "a")
     (path / "config.json").write_text(json.dumps({**made.SMALL, name: value}))
-    assert said in refusal(path)
+    assert said in refusal(open_hf, path, "k")

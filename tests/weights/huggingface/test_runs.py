@@ -17,11 +17,9 @@ from titanlab.checkpoint.index import signed
 from titanlab.cli import main
 from titanlab.data import source
 from titanlab.data.schema import Files
-from titanlab.distributed import ALONE, joined
 from titanlab.errors import ConfigError
 from titanlab.launch import prepare
 from titanlab.options import schema_of
-from titanlab.prove import parity
 from titanlab.prove.parity import compare
 from titanlab.techniques.model.llama_schema import Llama
 from titanlab.train import check_beginning, start_fingerprint
@@ -42,10 +40,6 @@ ALWAYS = "tp 2"
 EACH = [
     pytest.param(keys, id=name, marks=[] if name == ALWAYS else [pytest.mark.full]) for name, keys in LAYOUTS.items()
 ]
-
-
-def traced(made, run):
-    return parity.trace(made, run, joined(os.environ) or ALONE)
 
 
 def keys_of(config):
@@ -76,7 +70,7 @@ def references(pool, place):
             config = folders.LLAMA_3_2 if name == "tied" else folders.LLAMA_3_1
             made = tiny.recipe(place, name=f"one-{name}", steps=3, init_from=str(place / name), **keys_of(config))
             run = tiny.begin(made)
-            known[name] = (*pool.run(1, traced, made, run), run)
+            known[name] = (*pool.run(1, tiny.traced, made, run), run)
         return known[name]
 
     return reference
@@ -88,7 +82,7 @@ def test_their_own_folder_will_do(pool, place, references, tmp_path, keys):
     """Rows are turned on the fly, wherever shards cut through a head."""
     reference, _ = references("untied")
     made = tiny.recipe(tmp_path, steps=3, init_from=str(place / "hub" / "untied"), **keys_of(folders.LLAMA_3_1), **keys)
-    assert compare(reference, pool.run(made.world, traced, made, tiny.begin(made))[0]).largest < BAR
+    assert compare(reference, pool.run(made.world, tiny.traced, made, tiny.begin(made))[0]).largest < BAR
 
 
 @pytest.mark.full
@@ -96,7 +90,7 @@ def test_their_own_folder_will_do(pool, place, references, tmp_path, keys):
 def test_tied_embeddings_are_filled_once(pool, place, references, tmp_path, keys):
     reference, _ = references("tied")
     made = tiny.recipe(tmp_path, steps=3, init_from=str(place / "tied"), **keys_of(folders.LLAMA_3_2), **keys)
-    assert compare(reference, pool.run(made.world, traced, made, tiny.begin(made))[0]).largest < BAR
+    assert compare(reference, pool.run(made.world, tiny.traced, made, tiny.begin(made))[0]).largest < BAR
 
 
 @pytest.mark.parametrize("keys", EACH)
@@ -105,7 +99,7 @@ def test_a_run_of_any_layout_begins_with_the_weights_and_ends_in_an_export(pool,
     reference, _ = references("untied")
     made = tiny.recipe(tmp_path, steps=3, init_from=str(place / "untied"), **keys_of(folders.LLAMA_3_1), **keys)
     run = tiny.begin(made)
-    trace = pool.run(made.world, traced, made, run)[0]
+    trace = pool.run(made.world, tiny.traced, made, run)[0]
     assert compare(reference, trace).largest < BAR
     # What the seed would have made is something else: it knows nothing, and says so.
     assert abs(trace.losses[0] - math.log(256)) > 0.2
@@ -129,7 +123,7 @@ def test_another_run_is_a_beginning_too_and_only_its_model(pool, place, referenc
     ):
         made = tiny.recipe(tmp_path, name=f"next-{number}", steps=2, init_from=str(where), **keys, **more)
         check_beginning(made)
-        traces.append(pool.run(made.world, traced, made, tiny.begin(made))[0])
+        traces.append(pool.run(made.world, tiny.traced, made, tiny.begin(made))[0])
     assert compare(traces[0], traces[1]).largest < BAR
     assert compare(traces[0], traces[2]).largest == 0
     # It goes on where that one ended, and begins its data anew.
@@ -141,7 +135,7 @@ def test_another_run_is_a_beginning_too_and_only_its_model(pool, place, referenc
 def test_bf16_is_cast_to_what_is_trained(pool, place, references, tmp_path):
     assert main(["export", str(place / "untied"), "--into", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     made = tiny.recipe(tmp_path, steps=2, init_from=str(tmp_path / "half"), **keys_of(folders.LLAMA_3_1), shard=2)
-    trace = pool.run(2, traced, made, tiny.begin(made))[0]
+    trace = pool.run(2, tiny.traced, made, tiny.begin(made))[0]
     assert {tensor.dtype for tensor in trace.parameters.values()} == {torch.float32}
     # bf16 has 8 bits: the loss moves by less than a hundredth.
     assert trace.losses[0] == pytest.approx(references("untied")[0].losses[0], rel=1e-2)
@@ -156,7 +150,7 @@ def test_every_precision_begins_with_the_weights_and_is_exported(pool, place, re
         tmp_path, steps=2, init_from=str(place / "untied"), precision=precision, shard=2, **keys_of(folders.LLAMA_3_1)
     )
     run = tiny.begin(made)
-    trace = pool.run(2, traced, made, run)[0]
+    trace = pool.run(2, tiny.traced, made, run)[0]
     # Three bits of mantissa in the products: the first loss is within one per cent.
     assert trace.losses[0] == pytest.approx(references("untied")[0].losses[0], rel=1e-2)
     assert main(["export", str(run.path), "--into", str(tmp_path / "hf")]) == 0
@@ -168,12 +162,12 @@ def test_a_run_that_has_begun_goes_on_from_its_own_checkpoint(pool, place, tmp_p
     shutil.copytree(place / "untied", tmp_path / "weights")
     made = tiny.recipe(tmp_path, steps=2, init_from=str(tmp_path / "weights"), **keys_of(folders.LLAMA_3_1))
     run = tiny.begin(made)
-    (before,) = pool.run(1, traced, made, run)
+    (before,) = pool.run(1, tiny.traced, made, run)
     # The folder is not needed any more.
     shutil.rmtree(tmp_path / "weights")
     made = tiny.changed(made, steps=4)
     (ready,) = prepare([made], print, started=True)
-    (after,) = pool.run(1, traced, ready.recipe, tiny.begin(made, run))
+    (after,) = pool.run(1, tiny.traced, ready.recipe, tiny.begin(made, run))
     assert len(after.losses) == 2
     assert after.losses[0] < before.losses[0]
     with pytest.raises(ConfigError, match="there is no such folder"):
@@ -246,7 +240,7 @@ def with_tokenizer(pool, tmp_path_factory):
 
 def cached(cache, made, run):
     os.environ["TITANLAB_CACHE"] = cache
-    traced(made, run)
+    tiny.traced(made, run)
 
 
 def test_a_step_is_chosen_and_the_tokenizer_goes_along(with_tokenizer, tmp_path, capsys):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import calendar
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -45,7 +46,7 @@ from titanlab.launch.slurm.command import (
     node_address,
     scontrol,
 )
-from titanlab.launch.submission import JobShape, Submission, check_submitit, has_submitit, jobs_folder, token_of
+from titanlab.launch.submission import JobShape, Submission, jobs_folder, token_of
 from titanlab.records import OutcomeKind
 from titanlab.system import Finding
 
@@ -82,14 +83,16 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        return has_submitit() and all(shutil.which(name) is not None for name in site.COMMANDS)
+        return _has_submitit() and all(shutil.which(name) is not None for name in site.COMMANDS)
 
     def silence(self) -> str | None:
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
         site.check(jobs)
-        check_submitit("slurm")
+        if not _has_submitit():
+            rule = "needs submitit to start jobs, which is not installed"
+            raise ConfigError("launch", "slurm", rule, "pip install submitit")
 
     def findings(self) -> Iterator[Finding]:
         yield from site.check_slurm(self._config)
@@ -245,6 +248,10 @@ class SlurmLauncher(Launcher):
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
         return joined_step(environ)
+
+
+def _has_submitit() -> bool:
+    return importlib.util.find_spec("submitit") is not None
 
 
 def joined_step(environ: Mapping[str, str]) -> Ranks | None:

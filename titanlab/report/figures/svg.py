@@ -68,9 +68,8 @@ def save(figure: TracedFigure, path: Path) -> None:
             with _no_missing_letters(), mpl.rc_context({"pdf.fonttype": 42}):
                 figure.savefig(path, dpi=160, metadata=dates)
     except OSError as error:
-        raise ConfigError(
-            "--figures", path, f"cannot be written ({error.strerror or error})", "name a folder of yours"
-        ) from error
+        rule = f"cannot be written ({error.strerror or error})"
+        raise ConfigError("--figures", path, rule, "name a folder of yours") from error
 
 
 def element(figure: TracedFigure, *, name: str, title: str, description: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from titanlab.costs import Setting
 from titanlab.errors import ConfigError
-from titanlab.options import option
+from titanlab.options import NOT_PRICED, option
 from titanlab.techniques.compile.contract import Compiler
 
 # torch's backends with which a model can train.
@@ -40,7 +40,7 @@ class Compile:
     blocks: bool = False
     loss: bool = field(default=False, metadata={"before": False})
     backend: str = "inductor"
-    mode: str = field(default="default", metadata={"before": "default"})
+    mode: str = field(default="default", metadata={"before": "default", "choices": MODES, **NOT_PRICED})
 
     @property
     def compiles(self) -> bool:
@@ -65,8 +65,6 @@ class Compile:
             if self.backend not in others:
                 known = ", ".join([*BACKENDS, *others])
                 raise ConfigError("compile.backend", self.backend, "no such backend", f"choose one of {known}")
-        if self.mode not in MODES:
-            raise ConfigError("compile.mode", self.mode, "no such mode", f"choose one of {', '.join(MODES)}")
         if self.mode == "default":
             return
         if not self.compiles:

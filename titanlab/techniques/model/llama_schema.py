@@ -120,7 +120,7 @@ class Llama(ModelConfig):
     rope_high_freq_factor: float = 4.0
     rope_original_context: int = 8192
     tied_embeddings: bool = False
-    attention: str = "auto"
+    attention: str = field(default="auto", metadata={"choices": ATTENTION_BACKENDS})
     fused: bool = field(default=False, metadata={"before": False})
 
     @property
@@ -304,9 +304,6 @@ class Llama(ModelConfig):
                 raise ConfigError(f"model.{name}", getattr(self, name), f"must be {rule}", f"try {example}")
         if not 0 < self.norm_eps < 1:
             raise ConfigError("model.norm_eps", self.norm_eps, "must lie between 0 and 1", "try 1e-5")
-        if self.attention not in ATTENTION_BACKENDS:
-            known = ", ".join(ATTENTION_BACKENDS)
-            raise ConfigError("model.attention", self.attention, "no such attention kernel", f"choose one of {known}")
 
     def _check_width_of_heads(self) -> None:
         if self.dim % self.heads or self.head_dim % 2:
@@ -343,7 +340,7 @@ class LlamaOfExperts(Llama):
 
     experts: int
     active_experts: int
-    balance: str = "bias"
+    balance: str = field(default="bias", metadata={"choices": BALANCES})
     bias_rate: float = 1e-3
     auxiliary_weight: float = 1e-3
 
@@ -378,8 +375,6 @@ class LlamaOfExperts(Llama):
             raise ConfigError("model.active_experts", active, rule, "try 2")
         if active > count:
             raise ConfigError("model.active_experts", active, f"is more than the {count} experts", f"try {count}")
-        if self.balance not in BALANCES:
-            raise ConfigError("model.balance", self.balance, "no such balance", f"choose one of {', '.join(BALANCES)}")
         for name in ("bias_rate", "auxiliary_weight"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:

@@ -122,6 +122,10 @@ class OptimizerConfig(OptionConfig, Protocol):
     def state_bytes(self, parameter: Stored) -> int:
         """Bytes of state that this optimizer keeps for the part of a parameter that one rank stores."""
 
+    def update_flops(self, parameter: Stored) -> float:
+        """FLOPs of products in bfloat16 that an update takes on one rank; by default none: it only moves memory."""
+        return 0.0
+
     @abstractmethod
     def implementation(self) -> OptimizerFactory:
         """The factory of the optimizer."""

@@ -128,6 +128,10 @@ class PrecisionConfig(OptionConfig, Protocol):
         """Path of each linear layer that does not multiply in the compute dtype → its format."""
         return {}
 
+    def on_device(self, *, accelerator: str, device: str) -> PrecisionConfig:
+        """The precision as a device computes it, perhaps emulated, for estimates; by default this one."""
+        return self
+
     def product_bits(self) -> int:
         """Bits of the narrowest format in which layers multiply; by default the compute dtype of parameters."""
         return 8 * self.formats().compute_bytes

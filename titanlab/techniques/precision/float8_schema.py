@@ -121,7 +121,12 @@ class Float8(Bf16):
         return frozenset(f"{name}.weight" for name in self.conversion(model).converted if self.gathers_float8)
 
     def products(self, model: ModelAccount) -> Mapping[str, ProductFormat]:
-        return dict.fromkeys(self.conversion(model).converted, self.product)
+        product = self.product
+        if self.emulate == "true":
+            # Casts to the format and back, then products in 32 bits.
+            width = "float32"
+            product = replace(product, forward=width, input_gradient=width, weight_gradient=width)
+        return dict.fromkeys(self.conversion(model).converted, product)
 
     def product_bits(self) -> int:
         return 8
@@ -138,6 +143,10 @@ class Float8(Bf16):
         if self.emulate == "auto":
             return capability is None or (self.emulates_on_gpu and capability < self.capability)
         return self.emulate == "true"
+
+    def on_device(self, *, accelerator: str, device: str) -> PrecisionConfig:
+        capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
+        return self.emulated() if self.emulates(capability) else self
 
     def emulated(self) -> PrecisionConfig:
         return replace(self, emulate="true")

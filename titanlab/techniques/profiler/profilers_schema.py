@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -126,13 +125,9 @@ class Rates(ProfilerConfig):
     """
 
     kind: str = "rates"
-    seconds: float = 0.2
+    seconds: float = field(default=0.2, metadata={"positive": True})
     largest: int = field(default=1024, metadata={"least": 64})
     megabytes: int = field(default=16, metadata={"least": 1})
-
-    def __post_init__(self) -> None:
-        if not 0 < self.seconds < math.inf:
-            raise ConfigError("profiler.seconds", self.seconds, "must be a positive number of seconds", "try 0.2")
 
     def implementation(self) -> Profiler:
         from titanlab.techniques.profiler.rates import RatesProfiler

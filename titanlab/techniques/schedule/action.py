@@ -218,7 +218,7 @@ def _waits(orders: Orders, places: Sequence[int], stuck: Sequence[int], stages: 
 Durations = Mapping[Kind, float | Sequence[float]]
 
 # Each of a matrix product's two gradients has as many FLOPs as the product.
-DURATIONS: Durations = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
+DURATIONS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 
 
 class Event(NamedTuple):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from titanlab.costs import OptionConfig
 from titanlab.errors import ConfigError
-from titanlab.techniques.schedule.action import Action, Kind, peak_in_flight
+from titanlab.techniques.schedule.action import DURATIONS, Action, Kind, Timeline, peak_in_flight, simulate
 
 
 class PipelineSchedule(OptionConfig, Protocol):
@@ -67,6 +67,26 @@ class PipelineSchedule(OptionConfig, Protocol):
     @abstractmethod
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         """Actions by rank, in the order in which each rank runs them. ConfigError: as `check_pipeline` does."""
+
+
+def timeline_of(
+    schedule: PipelineSchedule,
+    *,
+    ranks: int,
+    microbatches: int,
+    durations: Mapping[Kind, float] = DURATIONS,
+    transfer: float = 0.0,
+) -> Timeline:
+    """The simulated timeline of a schedule.
+
+    Args:
+        durations: of one microbatch through all layers of a rank, which its stages share.
+        transfer: time to send a tensor from one rank to another, in the same unit.
+    """
+    placement = schedule.placement(ranks=ranks)
+    of_a_stage = {kind: duration * ranks / len(placement) for kind, duration in durations.items()}
+    orders = schedule.actions(ranks=ranks, microbatches=microbatches)
+    return simulate(orders, placement, of_a_stage, transfer=transfer)
 
 
 KEY = "schedule.stages_per_rank"

@@ -44,7 +44,6 @@ class TensorBoard(TrackerConfig):
         return self
 
 
-MODES = ("auto", "online", "offline", "off")
 _NAME = re.compile(r"[^/\\#?%:]{1,128}")
 
 
@@ -65,17 +64,15 @@ class Wandb(TrackerConfig):
     """
 
     kind: str = "wandb"
-    mode: str = "auto"
+    mode: str = field(default="auto", metadata={"choices": ("auto", "online", "offline", "off")})
     project: str | None = None
     entity: str | None = None
     group: str | None = None
     tags: tuple[str, ...] = ()
-    finish_seconds: float = 10.0
+    finish_seconds: float = field(default=10.0, metadata={"least": 0})
     queue_rows: int = field(default=10_000, metadata={"least": 1})
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError("tracker.mode", self.mode, "is no mode of wandb", f"try {', '.join(MODES)}")
         for name in ("project", "entity", "group"):
             value = getattr(self, name)
             if value is not None and not _NAME.fullmatch(value):
@@ -84,8 +81,6 @@ class Wandb(TrackerConfig):
         for tag in self.tags:
             if not 1 <= len(tag) <= 64:
                 raise ConfigError("tracker.tags", tag, "a tag has 1 to 64 characters", "shorten it")
-        if not self.finish_seconds >= 0:
-            raise ConfigError("tracker.finish_seconds", self.finish_seconds, "must not be negative", "try 10")
 
     def implementation(self) -> Tracker:
         from titanlab.techniques.tracker.wandb import WandbTracker
