@@ -114,7 +114,8 @@ class RankWork:
 
 
 # Load of the busiest expert beyond the mean, as a share of it, by the balance of loads: with a bias 0.04, with an
-# auxiliary loss 0.72 (arXiv 2408.15664, table 2, 1B). Without a balance it is at least as large as with a loss.
+# auxiliary loss 0.72 (arXiv 2408.15664, table 2, 1B: MaxVio over a whole validation set). Assumptions: the batch of a
+# step has the same, although fewer tokens vary more, and loads without a balance are those with a loss.
 _VIOLATIONS = {"bias": 0.04}
 _VIOLATION = 0.72
 
