@@ -40,6 +40,7 @@ EXPERTS = [
         *(f"{MEGATRON}: TP 8, PP 8, CP 2", "llama3_1_405b_512gpus", 1024, 512, 8192, "tensor", "pipeline", "context"),
         instead="dp_s512·tp2 with 1 sequence and ac=full; no pipeline is among the first five",
     ),
+    expert(f"{LLAMA_3}: TP 8, PP 16", "llama3_1_405b_2048gpus", 8192, 2048, 8192, "tensor", "pipeline"),
     # FSDP with full recomputation is as fast there as a pipeline: 17.6 s.
     expert(f"{MODEL_ZOO}: FSDP, TP 2, EP 8", "qwen3_moe_235b_a22b_512gpus", 256, 2048, 4096, "tensor", "expert"),
     expert(
