@@ -24,15 +24,19 @@ from typing import Any
 
 from published_runs import Published, published_runs
 
+from titanlab.cli.compose import compose
 from titanlab.plan import machine_of, most_memory
 from titanlab.plan.calibration import fit
-from titanlab.plan.machine import FILE, LIMITS, Efficiencies, Machine
+from titanlab.plan.machine import FILE, HOST, LIMITS, Efficiencies, Machine
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
+from titanlab.recipe import resolve
 
+SESSION = Path(__file__).parent / "results" / "gpu_session_h200" / "gpu_session.jsonl"
 RESULT = Path(__file__).parent / "results" / "planner_fit.json"
-# Launches and latencies are not fitted: their time and that of small collectives are too similar in these runs.
-FITTED = tuple(name for name in LIMITS if name not in ("launch_seconds", "latency"))
+# Launches and latencies are not fitted: their time and that of small collectives are too similar in these runs. The
+# host's seconds are those of benchmarks/host_cost.py.
+FITTED = tuple(name for name in LIMITS if name not in ("launch_seconds", "latency", *HOST))
 # Runs of one table that differ by less than this are not put in order.
 APART = 0.05
 
@@ -86,6 +90,45 @@ def ordered_pairs(runs: Sequence[Published], errors: dict[int, float]) -> list[t
     return pairs
 
 
+def regrets(runs: Sequence[Published], errors: dict[int, float]) -> list[dict[str, Any]]:
+    """By table, for its variants of one model on as many GPUs with equal sequences: the measured speed of the variant
+    that is estimated as the fastest, over the best measured speed.
+    """
+    groups: dict[tuple[str, ...], list[Published]] = {}
+    for run in runs:
+        groups.setdefault((*run.table, *(run.row[name] for name in ("hw", "gpus", "model", "seq_len"))), []).append(run)
+    found = []
+    for own in (own for own in groups.values() if len(own) > 1):
+        pick = max(own, key=lambda run: run.tokens_per_second * (1 + errors[run.number]))
+        share = pick.tokens_per_second / max(run.tokens_per_second for run in own)
+        ids = [run.number for run in own]
+        found.append({"ids": ids, "pick": pick.number, "regret": round(share, 4)})
+    return found
+
+
+def session_study(values: Efficiencies, excess: float) -> list[dict[str, Any]]:
+    """The runs of the session on an H200, which no fit uses: errors of speed and of reserved memory."""
+    found = []
+    for line in SESSION.read_text().splitlines():
+        entry = json.loads(line)
+        if entry["kind"] not in ("run", "held"):
+            continue
+        (recipe,) = compose(entry["keys"])
+        recipe = resolve(recipe, world=None, accelerator="cuda", device="NVIDIA H200")
+        machine = dataclasses.replace(machine_of(recipe), efficiencies=values, allocator_excess=excess)
+        speed = step_time(recipe, machine, pipeline=simulated_time).tokens_per_second
+        reserved, figures = machine.reserved_bytes(most_memory(recipe).allocated), entry["figures"]
+        found.append(
+            {
+                "run": entry["row"],
+                "measured": round(figures["tokens_per_second"], 1),
+                "error": round(speed / figures["tokens_per_second"] - 1, 4),
+                "memory_error": round(reserved / figures["reserved_bytes"] - 1, 4),
+            }
+        )
+    return found
+
+
 def memory_study(runs: Sequence[Published]) -> dict[str, Any]:
     """The allocator's excess, reserved over allocated memory: the median over the runs that publish memory.
 
@@ -125,6 +168,7 @@ def study(names: Sequence[str]) -> dict[str, Any]:
     )
     left_out = cross_validated(runs, names)
     pairs = ordered_pairs(runs, left_out)
+    memory = memory_study([run for run in everything if run.fsdp])
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "runs": len(runs),
@@ -134,8 +178,10 @@ def study(names: Sequence[str]) -> dict[str, Any]:
         "pairs": len(pairs),
         "pairs_in_order": sum(right for *_, right in pairs),
         "wrong_pairs": [list(pair[:2]) for pair in pairs if not pair[2]],
+        "regrets": regrets(runs, left_out),
         "efficiencies": {name: float(f"{value:.4g}") for name, value in dataclasses.asdict(values).items()},
-        "memory": memory_study([run for run in everything if run.fsdp]),
+        "memory": memory,
+        "session": session_study(values, memory["allocator_excess"]),
         "rows": [_row(run, errors[run.number], left_out.get(run.number)) for run in everything],
     }
 
@@ -188,6 +234,7 @@ def main() -> None:
         RESULT.write_text(json.dumps(found, indent=1) + "\n")
         facts = {key: found[key] for key in ("date", "runs", "median_error", "cross_validated_median_error")}
         facts["allocator_excess"] = found["memory"]["allocator_excess"]
+        facts["memory_error"] = found["memory"]["cross_validated_median_error"]
         # Four digits: more are not known.
         facts["efficiencies"] = {name: float(f"{value:.4g}") for name, value in found["efficiencies"].items()}
         FILE.write_text(json.dumps(facts, indent=2) + "\n")

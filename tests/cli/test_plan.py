@@ -30,7 +30,8 @@ def test_the_table_has_a_row_for_each_recipe_and_the_arguments_of_the_first(plan
     code, out, err = plan(*RECIPE, "world=8", "--top", "3")
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0].startswith("8.03B parameters on 8 H100 SXMs (80 GB each, 3 % of it left free); ")
+    kept = "5 % of it left free for CUDA, NCCL and errors"
+    assert lines[0].startswith(f"8.03B parameters on 8 H100 SXMs (80 GB each, {kept}); ")
     assert lines[1].split()[:3] == ["layout", "mb", "AC"] or "schedule" in lines[1]
     assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "3"]
     assert lines[5].startswith("the first: parallelism.pipeline=")
@@ -39,9 +40,10 @@ def test_the_table_has_a_row_for_each_recipe_and_the_arguments_of_the_first(plan
 def test_why_has_a_sentence_for_each_and_what_was_left_out(plan):
     _, out, _ = plan(*RECIPE, "world=64", "--top", "3", "--why")
     assert "1 is the fastest that fits: " in out
-    assert (
-        sum(line.startswith(("2 ", "3 ")) and ("slower" in line or "as long" in line) for line in out.splitlines()) == 2
-    )
+    words = ("slower", "faster", "as long")
+    others = [line for line in out.splitlines() if line.startswith(("2 is ", "3 is ", "2 takes ", "3 takes "))]
+    assert len(others) == 2
+    assert all(any(word in line for word in words) for line in others)
     assert "layouts that no recipe can have, by rule:" in out
 
 
@@ -118,7 +120,7 @@ def test_explain_accounts_for_one_recipe(plan, tmp_path):
 
 
 def test_what_varies_is_shown(plan):
-    lines = plan(*TIED, "world=1", "--vary", "precision", "--top", "4")[1].splitlines()
+    lines = plan(*TIED, "world=1", "--vary", "precision", "--top", "40")[1].splitlines()
     assert "precision" in lines[1].split()
     values = json.loads(plan(*TIED, "world=1", "--vary", "compile", "--json", "--top", "40")[1])
     assert len({one["compile"] for one in values["best"]}) > 1

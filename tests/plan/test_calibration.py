@@ -220,7 +220,7 @@ def test_a_cpu_reaches_what_was_measured():
     assert found.peak_flops["float32"] == pytest.approx(100e9)
     # The median of products that have the size of a model's.
     assert found.product_rate("float32") * shares.product == pytest.approx(90e9)
-    assert found.attention_flops * shares.attention == pytest.approx(20e9)
+    assert found.flops_per_second("flash forward") == pytest.approx(20e9)
     assert found.memory_bytes_per_second * shares.eager_memory == pytest.approx(10e9)
     assert found.memory_bytes_per_second * shares.fused_memory == pytest.approx(8e9)
     assert shares.launch_seconds == 4e-6

@@ -28,13 +28,14 @@ from titanlab.recipe import repeats_in_block, step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model.llama_schema import Llama, Qwen3Moe
 from titanlab.techniques.optimizer.optimizers_schema import Muon
+from titanlab.techniques.precision.cast_schema import Bf16, Fp32
 from titanlab.techniques.precision.float8_schema import Float8Rowwise, Float8Tensorwise
 from titanlab.techniques.schedule.published_schema import ZBV, Interleaved1F1B, OneFOneB
 
 # A machine in which only products take time, at 1e12 FLOP/s.
 PERFECT = Efficiencies(
     product=1.0, attention=1.0, eager_memory=1.0, fused_memory=1.0, link=1.0, network=1.0, overlap=1.0,
-    stragglers=0.0, launch_seconds=0.0,
+    stragglers=0.0, launch_seconds=0.0, host_seconds=0.0, hook_seconds=0.0,
 )  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def only_products(recipe, **changes):
     return dataclasses.replace(
         machine_of(recipe),
         product_flops={"bfloat16": 1e12},
-        attention_flops=1e12,
+        attention_flops={"forward": 1e12, "backward": 1e12},
         memory_bytes_per_second=math.inf,
         link_bytes_per_second=math.inf,
         network_bytes_per_second=math.inf,
@@ -107,7 +108,7 @@ def test_full_recomputation_repeats_all_but_the_last_product():
         {"link_bytes_per_second": 9e11},
         {"network_bytes_per_second": 1e12},
         {"product_flops": {"bfloat16": 1e15}},
-        {"attention_flops": 1e15},
+        {"attention_flops": {"forward": 1e15, "backward": 1e15}},
         {"link_hop_seconds": 0.0, "network_hop_seconds": 0.0, "link_seconds": 0.0, "network_seconds": 0.0},
     ],
 )
@@ -151,6 +152,105 @@ def test_float8_gathers_send_half():
     assert parts[True] < 0.8 * parts[False]
 
 
+def products_in_float8(*, fused, **changes):
+    """Bytes that the casts of one layer move in the forward and in the backward pass, and their kernels."""
+    (product,) = (each for each in LLAMA_8B.block_operations(batch=1, seq_len=512) if each.name == "attention.wo")
+    part = RankWork(
+        share=Share(element_bytes=2, tensor=changes.pop("tensor", 1)), dtype="bfloat16", attention="flash", fused=fused,
+        plan=model_facts(LLAMA_8B).account.plan, prefix="layers.0.",
+        products={"layers.0.attention.wo": Float8Tensorwise.product}, **changes,
+    )  # fmt: skip
+    (work,) = work_of([product], part)
+    casts = [kernels[-1] for kernels in (work.forward, work.inputs)]
+    return sum(cast.moved for cast in casts), sum(cast.launches for cast in casts)
+
+
+def test_casts_to_float8_cost_more_outside_compiled_code():
+    inputs, weight, gradients = 512 * 4096, 4096 * 4096, 512 * 4096
+    assert products_in_float8(fused=True) == (7 * (inputs + weight + gradients), 4.5)
+    # Six kernels and 33 bytes, each operand twice.
+    assert products_in_float8(fused=False) == (66 * (inputs + weight + gradients), 36)
+    arrived = products_in_float8(fused=False, cast_weights=frozenset({"layers.0.attention.wo.weight"}))
+    assert arrived[0] == 66 * (inputs + gradients)
+
+
+def test_with_a_gather_in_float8_each_rank_casts_its_part_and_sends_half():
+    inputs, weight, gradients = 512 * 4096 // 4, 4096 * 4096 // 4, 512 * 4096
+    assert products_in_float8(fused=True, tensor=4)[0] == 7 * (inputs + weight + gradients)
+    # The layer's input is a part already; the gradient of its output is gathered.
+    assert products_in_float8(fused=True, tensor=4, casts_part=True)[0] == 7 * (inputs + weight + gradients // 4)
+
+    class Gathered(Float8Tensorwise):
+        @property
+        def gathers_activations(self):
+            return True
+
+    parts = [
+        step_time(recipe, machine_of(recipe)).parts["tensor"]
+        for recipe in (made(shard=2, tensor=8, precision=precision()) for precision in (Float8Tensorwise, Gathered))
+    ]
+    # Gathers are half of what tensor parallelism sends in a block.
+    assert 0.7 < parts[1] / parts[0] < 0.85
+
+
+def test_a_small_model_waits_for_the_host():
+    """A pass takes as long as the slower of device and host, so that the size of a small model does not count."""
+    tiny, small = (dataclasses.replace(SMALL, layers=32, dim=dim, ffn_dim=3 * dim) for dim in (128, 256))
+    times = [
+        step_time(recipe, machine_of(recipe)) for recipe in (made(model=m, seq_len=128, batch=1) for m in (tiny, small))
+    ]
+    assert times[0].parts["compute"] == pytest.approx(times[1].parts["compute"], rel=0.01)
+    # 54 kernels of a block, each of 20 µs.
+    assert times[0].parts["compute"] == pytest.approx(32 * 54.2 * 20e-6, rel=0.02)
+    large = made(shard=8)
+    machine = machine_of(large)
+    slow = dataclasses.replace(machine, efficiencies=dataclasses.replace(machine.efficiencies, host_seconds=40e-6))
+    assert step_time(large, slow).seconds == step_time(large, machine).seconds
+
+
+def test_hooks_of_fsdp_and_of_tensor_parallelism_take_time_of_the_host():
+    parts = {}
+    for degrees in ({}, {"shard": 2}, {"tensor": 2}):
+        recipe = made(model=SMALL, seq_len=128, batch=2, **degrees)
+        parts[tuple(degrees)] = step_time(recipe, machine_of(recipe)).parts
+    hook = machine_of(made()).efficiencies.hook_seconds
+    assert parts[("shard",)]["shard"] >= 3 * 6 * hook
+    gained = parts[("tensor",)]["compute"] + parts[("tensor",)]["tensor"] - parts[()]["compute"] / 2
+    assert gained > 8 * 6 * hook
+
+
+def test_gradients_of_further_microbatches_are_added():
+    """In bfloat16 to those in float32 of all parameters: read 2, read 4 and write 4."""
+    parts = {}
+    for precision in (Bf16(), Fp32()):
+        for batch in (1, 2):
+            recipe = made(batch=batch, microbatch=1, precision=precision, reshard_after_forward="never")
+            parts[precision.kind, batch] = step_time(recipe, machine_of(recipe)).parts["compute"]
+    machine = machine_of(made())
+    eager = machine.memory_bytes_per_second * machine.efficiencies.eager_memory
+    count = LLAMA_8B.account().parameter_count
+    recipe = made(batch=1, microbatch=1, precision=Fp32())
+    once = model_time(recipe, machine_of(recipe)).whole.compute
+    assert parts["fp32", 2] - 2 * once == pytest.approx(12 * count / eager, rel=1e-3)
+    recipe = made(batch=1, microbatch=1)
+    once = model_time(recipe, machine_of(recipe)).whole.compute
+    assert parts["bf16", 2] - parts["bf16", 1] - once == pytest.approx(10 * count / eager, rel=1e-3)
+
+
+def test_all_ranks_of_expert_parallelism_wait_for_the_busiest():
+    experts = Qwen3Moe(
+        dim=512, layers=4, heads=8, kv_heads=4, ffn_dim=256, vocab_size=2048, experts=16, active_experts=2,
+        balance="auxiliary_batch",
+    )  # fmt: skip
+    times = {}
+    for balance in ("bias", "auxiliary_batch"):
+        recipe = made(model=dataclasses.replace(experts, balance=balance), shard=8, expert=8, batch=64)
+        times[balance] = step_time(recipe, machine_of(recipe)).parts["tensor"]
+    # Two experts on a rank.
+    ratio = (1 + 0.72 / math.sqrt(2)) / (1 + 0.04 / math.sqrt(2))
+    assert times["auxiliary_batch"] / times["bias"] == pytest.approx(ratio)
+
+
 def test_a_single_rank_has_no_communication():
     recipe = made(batch=2)
     parts = step_time(recipe, machine_of(recipe)).parts
@@ -162,7 +262,57 @@ def test_a_single_rank_has_no_communication():
     assert parts["optimizer"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_ring_shows_only_what_attention_does_not_hide():
+def test_merges_of_a_ring_take_time(monkeypatch):
+    """By hand: bytes of the last rank of eight for one block, in eager mode."""
+    recipe = made(context=8, batch=1, seq_len=8192)
+    machine = machine_of(recipe)
+    eager = machine.memory_bytes_per_second * machine.efficiencies.eager_memory
+    queries, keys = 1024 * 4096, 2 * 1024 * 1024
+    forward = queries * (12 + 18 * 7.5) / eager + 8 * 7.5 * machine.efficiencies.launch_seconds
+    back = (queries * (12 + 10 * 7.5) + keys * 18 * 7.5) / eager + 10 * 7.5 * machine.efficiencies.launch_seconds
+    whole = model_time(recipe, machine).whole
+    for constant in (
+        "_RING_ENDS",
+        "_MERGE",
+        "_MERGE_QUERIES",
+        "_MERGE_KEYS",
+        "_MERGE_KERNELS",
+        "_MERGE_BACKWARD_KERNELS",
+    ):
+        monkeypatch.setattr(block_time, constant, 0)
+    free = model_time(recipe, machine_of(recipe)).whole
+    assert whole.context_forward - free.context_forward == pytest.approx(32 * forward)
+    assert whole.context_backward - free.context_backward == pytest.approx(32 * back)
+
+
+def test_short_chunks_leave_multiprocessors_idle():
+    """Tiles of 128 rows of 32 heads, on 132 multiprocessors."""
+    (inner,) = (each for each in LLAMA_8B.block_operations(batch=1, seq_len=8192) if each.kind == "attention")
+    flops = {}
+    for ranks in (1, 4, 8, 16, 64):
+        part = RankWork(
+            share=Share(element_bytes=2, context=ranks), dtype="bfloat16", attention="cudnn", fused=False,
+            plan=model_facts(LLAMA_8B).account.plan, prefix="layers.0.", products={},
+        )  # fmt: skip
+        (work,) = work_of([inner], part)
+        flops[ranks] = work.forward[0].flops * ranks
+    whole = flops[1]
+    assert flops[4] == whole
+    assert flops[8] == pytest.approx(whole * 132 / 128)
+    assert flops[16] == pytest.approx(whole * 132 / 64)
+    assert flops[64] == pytest.approx(2 * whole * 132 / 32)
+
+
+def test_a_ring_shows_only_what_attention_does_not_hide(monkeypatch):
+    for constant in (
+        "_RING_ENDS",
+        "_MERGE",
+        "_MERGE_QUERIES",
+        "_MERGE_KEYS",
+        "_MERGE_KERNELS",
+        "_MERGE_BACKWARD_KERNELS",
+    ):
+        monkeypatch.setattr(block_time, constant, 0)
     short = made(context=8, batch=1, seq_len=8192, cluster={"link_gb_per_second": 20})
     long = made(context=8, batch=1, seq_len=8192 * 64, cluster={"link_gb_per_second": 20})
     assert step_time(short, machine_of(short)).parts["context"] > 0
@@ -209,7 +359,8 @@ def test_stragglers_grow_with_nodes():
 
 
 def test_accumulated_microbatches_are_reduced_once():
-    slow = {"shard": 64, "microbatch": 1, "seq_len": 128, "cluster": {"network_gb_per_second": 0.5}}
+    cluster = {"network_gb_per_second": 0.5, "efficiencies": {"hook_seconds": 0.0}}
+    slow = {"shard": 64, "microbatch": 1, "seq_len": 128, "cluster": cluster}
 
     def shard(batch, choice):
         recipe = made(**slow, batch=batch, reshard_after_forward="never", reduce_gradients=choice)
@@ -341,7 +492,9 @@ def forward_kernels(*, fused, tensor):
     model = Llama(dim=128, layers=1, heads=4, kv_heads=2, ffn_dim=256, vocab_size=64, fused=fused)
     share = Share(element_bytes=2, tensor=tensor, sequence_parallel=False)
     plan = model.account().plan
-    part = RankWork(share=share, dtype="bfloat16", fused=False, plan=plan, prefix="layers.0.", products={})
+    part = RankWork(
+        share=share, dtype="bfloat16", attention="flash", fused=False, plan=plan, prefix="layers.0.", products={}
+    )
     operations = model.block_operations(batch=2, seq_len=256)
     names = ("wq", "wk", "wv", "wqkv", "w1", "w3", "w13")
     chosen = [each for each in operations if each.name.rpartition(".")[2] in names]

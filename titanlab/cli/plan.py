@@ -160,6 +160,8 @@ def _lines(result: Plan, *, why: bool) -> list[str]:
         return [*lines, "no layout works", *result.advice, *search.left_out(result)]
     lines += aligned(search.HEADINGS, search.table_rows(result), right=search.FIGURES)
     lines.append(f"the first: {' '.join(search.overrides(result.best[0], result.base))}")
+    if near := search.closeness(result):
+        lines.append(near)
     if why:
         lines += ["", *search.reasons(result.best), "", *search.left_out(result)]
     return lines

@@ -37,6 +37,7 @@ from .account import tensor_part as tensor_part
 from .account import training_flops_per_token as training_flops_per_token
 from .attention_order import FLASH3 as FLASH3
 from .attention_order import Capability as Capability
+from .attention_order import attention_rates as attention_rates
 from .attention_order import kernel_rules as kernel_rules
 from .attention_order import order as order
 from .attention_order import prefers_flash3 as prefers_flash3

@@ -1,4 +1,4 @@
-"""Which attention kernel to try first: measurements in `attention_kernels.json`, else published comparisons."""
+"""Attention kernels by device, in `attention_kernels.json`: which one to try first, and how fast each is."""
 
 from __future__ import annotations
 
@@ -74,6 +74,28 @@ def with_one_flash(names: Sequence[str], *, has_flash3: bool) -> tuple[str, ...]
 def prefers_flash3(capability: Capability | None) -> bool:
     """Whether FlashAttention 3 was measured as the fastest for some inputs."""
     return any(rule.order[0] == FLASH3 for rule in kernel_rules(capability))
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """Rates of attention kernels of one kind of device.
+
+    Attributes:
+        shares: kernel → its causal FLOP/s, forward and backward, as shares of the device's peak in bfloat16.
+        watts: limit of the power at which they were measured.
+    """
+
+    shares: Mapping[str, tuple[float, float]]
+    watts: float
+
+
+@functools.cache
+def attention_rates(capability: Capability | None) -> AttentionRates:
+    """The rates of a device; those of Hopper for a device of which none are known."""
+    rows = json.loads(TABLE.read_text())["rates"]
+    row = next((row for row in rows if capability is not None and row["capability"][0] == capability[0]), rows[0])
+    shares = {name: (ahead / row["peak"], back / row["peak"]) for name, (ahead, back) in row["tflops"].items()}
+    return AttentionRates(shares, row["watts"])
 
 
 @functools.cache

@@ -25,7 +25,9 @@ class Device:
         memory_gb_per_second: bandwidth of that memory.
         link_gb_per_second: bandwidth to the other devices of the node, in one direction.
         peak_tflops: dense TFLOP/s by torch's name of the dtype, and by `tf32`.
-        product_tflops: largest rate of a matrix product that was measured (MAMF), by dtype; empty: not measured.
+        product_tflops: rate that the matrix products of a training step sustain, by dtype; empty: not measured.
+        watts: limit of its power; None: not known.
+        product_watts: limit at which `product_tflops` were measured; None: `watts`.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Device:
     peak_tflops: Mapping[str, float] = field(default_factory=dict)
     product_tflops: Mapping[str, float] = field(default_factory=dict)
     source: str = ""
+    watts: float | None = None
+    product_watts: float | None = None
 
 
 def _peaks(bf16: float, *, fp8: float | None, tf32: float | None, fp32: float | None) -> dict[str, float]:
@@ -53,30 +57,33 @@ _GB200 = _peaks(2500, fp8=5000, tf32=1250, fp32=None)
 _L40S = _peaks(362, fp8=733, tf32=183, fp32=91.6)
 # No fp8: its float8 formats (…fnuz) are not those that this table names.
 _MI300X = _peaks(1300, fp8=None, tf32=653.7, fp32=163.4)
-# The largest rates over shapes of products that were measured; an H200 computes as an H100.
+# Hopper: medians over the products of a step of Llama 3 8B, on an H200 at its limit of 700 W, where its clock is 1.45
+# of 1.98 GHz (benchmarks/results/gpu_session_h200); an H100 computes as an H200. They are 0.85 of the largest rates
+# over all shapes (MAMF), which for Blackwell are the only figures: 1,745, 3,432.5 and 1,822 TFLOP/s. A100: MAMF, 0.87
+# of the peak; the limit of its power hardly lowers its clock.
 _A100_PRODUCTS = {"bfloat16": 271.2}
-_H100_PRODUCTS = {"bfloat16": 794.5, "float8_e4m3fn": 1402.6}
-_H200_PRODUCTS = {"bfloat16": 794.5, "float8_e4m3fn": 1453.4}
-_B200_PRODUCTS = {"bfloat16": 1745.0, "float8_e4m3fn": 3432.5}
+_HOPPER_PRODUCTS = {"bfloat16": 673.7, "float8_e4m3fn": 1200.0}
+_B200_PRODUCTS = {"bfloat16": 1480.0, "float8_e4m3fn": 2834.0}
+_GB200_PRODUCTS = {"bfloat16": 1545.0}
 _HBM2E = f"torchtitan benchmarks/llama3_h100_202412; {_TORCHTITAN}"
 _NVL72 = f"{_TABLES}; memory: NVIDIA, GB200 NVL72, 13.4 TB and 576 TB/s of 72"
 
 DEVICES = (
-    # Name, words, other words, memory and its bandwidth, link, peaks, measured products, source.
-    Device("A100 SXM 80 GB", "A100 80GB", "SXM SXM4", 80, 2000, 300, _A100, _A100_PRODUCTS, _TABLES),
-    Device("A100 SXM 40 GB", "A100 40GB", "SXM SXM4", 40, 1600, 300, _A100, _A100_PRODUCTS, _TABLES),
+    # Name, words, other words, memory and its bandwidth, link, peaks, measured products, source, watts.
+    Device("A100 SXM 80 GB", "A100 80GB", "SXM SXM4", 80, 2000, 300, _A100, _A100_PRODUCTS, _TABLES, 400),
+    Device("A100 SXM 40 GB", "A100 40GB", "SXM SXM4", 40, 1600, 300, _A100, _A100_PRODUCTS, _TABLES, 400),
     # This card has the SXM module's peak in bfloat16; the sources have no other figure.
-    Device("A100 PCIe", "A100 PCIE", "40GB 80GB", None, None, None, {"bfloat16": 312}, {}, _TORCHTITAN),
-    Device("H100 SXM", "H100 80GB HBM3", "", 80, 3350, 450, _HOPPER, _H100_PRODUCTS, _TABLES),
+    Device("A100 PCIe", "A100 PCIE", "40GB 80GB", None, None, None, {"bfloat16": 312}, {}, _TORCHTITAN, 300),
+    Device("H100 SXM", "H100 80GB HBM3", "", 80, 3350, 450, _HOPPER, _HOPPER_PRODUCTS, _TABLES, 700),
     # This name differs from other H100 names only by missing words.
-    Device("H100 96 GB HBM2e", "H100", "", 96, 2400, 450, _HOPPER, _H100_PRODUCTS, _HBM2E),
-    Device("H100 PCIe", "H100 PCIE", "80GB", 80, 2000, None, _H100_PCIE, {}, _TABLES),
-    Device("H100 NVL", "H100 NVL", "", 94, 3900, None, {"bfloat16": 835}, {}, f"{_TORCHTITAN}; memory: {_TABLES}"),
-    Device("H200 SXM", "H200", "", 141, 4800, 450, _HOPPER, _H200_PRODUCTS, _TABLES),
-    Device("B200", "B200", "", 180, 8000, 900, _B200, _B200_PRODUCTS, _TABLES),
-    Device("GB200", "GB200", "", 186, 8000, 900, _GB200, {"bfloat16": 1822.0}, _NVL72),
-    Device("L40S", "L40S", "", 48, 860, None, _L40S, {}, _TABLES),
-    Device("MI300X", "MI300X", "INSTINCT OAM", 192, 5300, None, _MI300X, {}, _TABLES),
+    Device("H100 96 GB HBM2e", "H100", "", 96, 2400, 450, _HOPPER, _HOPPER_PRODUCTS, _HBM2E, 500, 700),
+    Device("H100 PCIe", "H100 PCIE", "80GB", 80, 2000, None, _H100_PCIE, {}, _TABLES, 350),
+    Device("H100 NVL", "H100 NVL", "", 94, 3900, None, {"bfloat16": 835}, {}, f"{_TORCHTITAN}; memory: {_TABLES}", 400),
+    Device("H200 SXM", "H200", "", 141, 4800, 450, _HOPPER, _HOPPER_PRODUCTS, _TABLES, 700),
+    Device("B200", "B200", "", 180, 8000, 900, _B200, _B200_PRODUCTS, _TABLES, 1000),
+    Device("GB200", "GB200", "", 186, 8000, 900, _GB200, _GB200_PRODUCTS, _NVL72, 1200),
+    Device("L40S", "L40S", "", 48, 860, None, _L40S, {}, _TABLES, 350),
+    Device("MI300X", "MI300X", "INSTINCT OAM", 192, 5300, None, _MI300X, {}, _TABLES, 750),
 )
 _VENDORS = frozenset({"NVIDIA", "AMD"})
 # Compute capability → words of device names, also of devices without figures above. One word is enough, because slices
@@ -108,6 +115,22 @@ def find_device(name: str) -> Device | None:
         if required <= words <= required | set(device.also.split()):
             return device
     return None
+
+
+# Power that does not depend on the clock: leakage, memory, fans. An H200 without work takes about 100 W.
+_STATIC_WATTS = 100.0
+
+
+def power_share(watts: float | None, measured: float | None) -> float:
+    """The clock under a limit of power, as a share of the clock at which a rate was measured.
+
+    At the limit the dynamic power is c·V²·f, and the voltage V falls with the frequency f: f grows with the cube root
+    of the power. None: the limits are alike.
+    """
+    if watts is None or measured is None or watts >= measured:
+        return 1.0
+    share: float = (max(watts - _STATIC_WATTS, 1.0) / (measured - _STATIC_WATTS)) ** (1 / 3)
+    return share
 
 
 def peak_flops(name: str, dtype: str) -> float | None:

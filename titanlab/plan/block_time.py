@@ -17,6 +17,7 @@ from titanlab.costs import (
     Coordinate,
     Layout,
     Operation,
+    RoutedExperts,
     Share,
     TensorPlan,
     Traffic,
@@ -27,7 +28,7 @@ from titanlab.costs import (
     is_in_block,
     sum_whole_gradients,
 )
-from titanlab.plan.machine import AxisPlacement, Machine, axis_of
+from titanlab.plan.machine import BACKWARD, FORWARD, AxisPlacement, Machine, axis_of
 from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, share_of, treatments
 from titanlab.recipe import Recipe, repeats_in_block, step_of
 from titanlab.techniques.ac.contract import ACConfig
@@ -38,6 +39,16 @@ from titanlab.techniques.precision.contract import ProductFormat
 _TILE = 128
 # The backward pass of fused attention has five products, the forward pass two (arXiv 2307.08691, section 2.3).
 _ATTENTION_BACKWARD = 2.5
+# What `titanlab.parallelism.context` moves beside its kernels, for each element of what the rank has of an attention's
+# output, of its keys or of its values. Forward: copies to float32 and back at the ends, and for a hop the copy of the
+# partial output in float32 (read 2, write 4) and its merge (read 8, write 4).
+_RING_ENDS, _MERGE, _MERGE_KERNELS = 12, 18, 8
+# Backward: for a hop the addition to the queries' gradient in float32; for keys and values each zeros, the addition of
+# the kernel's gradients to them, and that of the gradients of other ranks in float32.
+_MERGE_QUERIES, _MERGE_KEYS, _MERGE_BACKWARD_KERNELS = 10, 18, 10
+# Rows of queries that one multiprocessor computes at once, and multiprocessors of a device: 108 of an A100, 132 of an
+# H100, 148 of a B200. Fewer tiles of rows leave some of them idle.
+_QUERY_TILE, _MULTIPROCESSORS = 128, 132
 # Kernels read the gradient and the saved inputs, and write a gradient: twice the forward pass.
 _POINTWISE_BACKWARD = 2.0
 
@@ -46,7 +57,7 @@ class KernelGroup(NamedTuple):
     """Kernels with one rate of products and one kind of memory access.
 
     Attributes:
-        rate: dtype of products, or `attention`.
+        rate: dtype of products, or kernel and direction of attention.
         moved: bytes that are read and written.
         fused: whether a compiler generated the kernels.
     """
@@ -80,18 +91,43 @@ class RankWork:
     Attributes:
         share: with a degree of experts above 1 each rank of the tensor axis routes its own tokens.
         dtype: of products in the compute precision: torch's name.
+        attention: kernel of attention.
         fused: whether neighbouring operations that memory bandwidth limits are one kernel.
         plan: style of each module, as in the model's account; all blocks use the names of the first block.
         prefix: of the operations' names in that plan.
         products: by path, products in another format.
+        cast_weights: names of weights that arrive in float8, from FSDP2's gather.
+        casts_part: whether activations are cast before tensor parallelism gathers them.
+        imbalance: rows of the busiest rank of expert parallelism, as a multiple of the mean.
     """
 
     share: Share
     dtype: str
+    attention: str
     fused: bool
     plan: TensorPlan
     prefix: str
     products: Mapping[str, ProductFormat]
+    cast_weights: frozenset[str] = frozenset()
+    casts_part: bool = False
+    imbalance: float = 1.0
+
+
+# Load of the busiest expert beyond the mean, as a share of it, by the balance of loads: with a bias 0.04, with an
+# auxiliary loss 0.72 (arXiv 2408.15664, table 2, 1B: MaxVio over a whole validation set). Assumptions: the batch of a
+# step has the same, although fewer tokens vary more, and loads without a balance are those with a loss.
+_VIOLATIONS = {"bias": 0.04}
+_VIOLATION = 0.72
+
+
+def imbalance_of(experts: RoutedExperts | None, degree: int) -> float:
+    """Rows of the busiest of the ranks that share the experts, as a multiple of the mean.
+
+    The loads of the experts of one rank are taken as independent: their mean has a smaller deviation.
+    """
+    if experts is None or degree == 1:
+        return 1.0
+    return 1 + _VIOLATIONS.get(experts.balance, _VIOLATION) / math.sqrt(experts.count / degree)
 
 
 def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
@@ -101,12 +137,21 @@ def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
         memory = moved / (machine.memory_bytes_per_second * (shares.fused_memory if fused else shares.eager_memory))
         if flops == 0:
             total += memory
-        elif rate == "attention":
-            total += max(flops / (machine.attention_flops * shares.attention), memory)
         else:
-            total += max(flops / (machine.product_rate(rate) * shares.product), memory)
+            total += max(flops / machine.flops_per_second(rate), memory)
         total += launches * shares.launch_seconds
     return total
+
+
+# A kernel of compiled code needs this share of the host's time of an eager one, because no operator is dispatched and
+# no autograd node is made: about 4 µs for a launch by inductor's wrapper. An assumption, not a measurement.
+_COMPILED_HOST = 0.2
+
+
+def host_seconds(kernels: Sequence[KernelGroup], machine: Machine, *, compiled: bool) -> float:
+    """Time of the host to start kernels."""
+    share = _COMPILED_HOST if compiled else 1.0
+    return share * machine.efficiencies.host_seconds * sum(group.launches for group in kernels)
 
 
 def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork[list[KernelGroup]]]:
@@ -123,9 +168,17 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
             cast.add(source)
         elif operation.kind == "attention":
             flops = operation.flops / 2 / (share.tensor * share.context)  # causal: half of the square
+            if share.context > 1:
+                # Kernels compute a rectangle of chunks at a time.
+                batch, heads, seq_len, _ = operation.output
+                chunk = seq_len / (2 * share.context)
+                tiles = math.ceil(chunk / _QUERY_TILE)
+                busy = min(1.0, batch * heads / share.tensor * tiles / _MULTIPROCESSORS)
+                flops *= tiles * _QUERY_TILE / chunk / busy
             moved = 4 * elements * width / (share.tensor * share.context)
-            backward = KernelGroup(_ATTENTION_BACKWARD * flops, "attention", 2 * moved, 3, True)
-            kernels = [KernelGroup(flops, "attention", moved, 1, True)], [backward], []
+            ahead, back = (f"{part.attention} {direction}" for direction in (FORWARD, BACKWARD))
+            backward = KernelGroup(_ATTENTION_BACKWARD * flops, back, 2 * moved, 3, True)
+            kernels = [KernelGroup(flops, ahead, moved, 1, True)], [backward], []
         elif operation.kind == "exchange":
             kernels = [], [], []
             if share.expert > 1:
@@ -163,8 +216,8 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
     )
     groups = operation.groups
     if share.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
-        # Each rank has some of the experts; with a balanced load it gets as many rows as it sends.
-        rows, groups, dim = rows / share.tensor, max(1, groups // share.expert), None
+        # Each rank has some of the experts; all ranks wait for the one that gets the most rows.
+        rows, groups, dim = rows / share.tensor * part.imbalance, max(1, groups // share.expert), None
     if dim == 0:
         columns = -(-columns // share.tensor)
     elif dim == 1:
@@ -185,10 +238,16 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
         kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * width, 1, False))
     if product is not None:
         # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
-        values = (rows * inner * casts_input + inner * columns) * product.cast_bytes / 2
-        launches = product.cast_kernels * (0.5 if part.fused else 1)
+        cast, launches = product.eager_cast_bytes, float(product.eager_cast_kernels)
+        if part.fused:
+            cast, launches = product.cast_bytes, product.cast_kernels / 2
+        # Of what tensor parallelism gathers, each rank casts its part.
+        inputs, gradients = (share.tensor if part.casts_part and dim == cut else 1 for cut in (0, 1))
+        weights = 0 if f"{path}.weight" in part.cast_weights else inner * columns
+        values = (rows * inner * casts_input / inputs + weights) * cast / 2
         kernels[0].append(KernelGroup(0.0, "", values, launches, part.fused))
-        kernels[1].append(KernelGroup(0.0, "", values + rows * columns * product.cast_bytes, 2 * launches, part.fused))
+        backward = values + rows * columns / gradients * cast
+        kernels[1].append(KernelGroup(0.0, "", backward, 2 * launches, part.fused))
     return kernels[0], kernels[1], kernels[2]
 
 
@@ -223,6 +282,7 @@ class PieceTime(NamedTuple):
             weights, and of recomputation.
         tensor_forward, tensor_backward: exposed communication of tensor and expert parallelism.
         context_forward, context_backward: exposed communication of context parallelism.
+        host_forward, host_backward: of the host, without the hooks of FSDP2; the times above are not shorter.
     """
 
     forward: float
@@ -233,6 +293,8 @@ class PieceTime(NamedTuple):
     tensor_backward: float = 0.0
     context_forward: float = 0.0
     context_backward: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
 
     @property
     def ahead(self) -> float:
@@ -294,24 +356,44 @@ class _Shaped:
         self.part = RankWork(
             share=share_of(recipe),
             dtype=formats.compute,
+            attention=machine.attention_kernel(
+                model.attention,
+                dtype=formats.compute,
+                head_dim=self.facts.account.head_dim,
+                seq_len=recipe.training.seq_len,
+            ),
             fused=recipe.compile.fuses_blocks,
             plan=self.step.account.plan,
             prefix=f"{self.facts.block}.",
             products=recipe.precision.on_device(
                 accelerator=recipe.cluster.accelerator, device=str(recipe.cluster.device)
             ).products(self.facts.sample),
+            cast_weights=frozenset(self.step.float8_gathered),
+            casts_part=recipe.precision.gathers_activations,
+            imbalance=imbalance_of(self.facts.account.experts, layout.expert),
         )
         self.operations = block_operations(model, recipe.microbatch, recipe.training.seq_len)
         self.times = self._times(self.operations, self.part)
+        compiled = recipe.compile.blocks
+        self.host = {
+            name: tuple(host_seconds(kernels, machine, compiled=compiled) for kernels in passes)
+            for name, _, *passes in work_of(self.operations, self.part)
+        }
         attention = [time for time in self.times if time.kind == "attention"]
         self.ring = sum(time.forward for time in attention), sum(time.inputs for time in attention)
         self.context, block = self._context(), (self.facts.block,)
         self.exchange = self._seconds(add_exchange, "expert", self.step, block, only_forward=True)
+        self.exchange *= self.part.imbalance
         # Tensor parallelism: seconds by kind of collective, and once in a step.
         self.tensor: dict[str, float] = {}
+        self.collectives = 0
         if layout.tensor > 1:
             rows, axis = rows_of(add_tensor, self.step, block), axis_of(layout, "tensor", machine.per_node)
+            if recipe.precision.gathers_activations:
+                gathered = {"all_gather": self.step.element_bytes(self.facts.block)}
+                rows = [replace(row, wire_bytes=row.wire_bytes // gathered.get(row.kind, 1)) for row in rows]
             self.tensor = {row.kind: seconds_of([row], axis, machine) for row in rows}
+            self.collectives = sum(row.count for row in rows)
         self.once = self._seconds(sum_whole_gradients, "tensor", self.step, Coordinate(), block)
         edges = edge_operations(model, recipe.microbatch, recipe.training.seq_len)
         last = self.facts.after[-1] if self.facts.after else edges[-1].name
@@ -346,9 +428,31 @@ class _Shaped:
         # The rows of experts are needed at once, so no computation hides their transfer.
         tensor_forward += self.exchange
         tensor_backward += self.exchange * (2 if ac.repeats_collective(EXCHANGE, number=number) else 1)
+        ahead, back = self._host(recomputed)
+        forward += max(0.0, ahead - forward - tensor_forward - context_forward)
+        inputs += max(0.0, back - inputs - weights - repeated - tensor_backward - context_backward)
         return PieceTime(
-            forward, inputs, weights, repeated, tensor_forward, tensor_backward, context_forward, context_backward
+            *(forward, inputs, weights, repeated, tensor_forward, tensor_backward, context_forward, context_backward),
+            *(ahead, back),
         )
+
+    def _host(self, recomputed: frozenset[str]) -> tuple[float, float]:
+        """Time of the host for the forward and the backward pass of a block.
+
+        The host sends work ahead of the device, so that a pass takes as long as the slower of both.
+        """
+        if self.recipe.compile.records_graphs:
+            return 0.0, 0.0
+        ahead, back, weights = (sum(column) for column in zip(*self.host.values(), strict=True))
+        repeated = sum(self.host[name][0] for name in recomputed)
+        hook, hops = self.machine.efficiencies.hook_seconds, self.layout.context - 1
+        kernel = self.machine.efficiencies.host_seconds
+        ahead += kernel * _MERGE_KERNELS * hops
+        back += kernel * _MERGE_BACKWARD_KERNELS * hops
+        # A hop of a ring exchanges keys and values; in the backward pass also their gradients.
+        ahead += hook * (self.collectives / 2 + hops)
+        back += weights + repeated + hook * (self.collectives / 2 + 2 * hops)
+        return ahead, back
 
     def _edge(self, operation: Operation, *, last: bool) -> PieceTime:
         """A piece before or after the blocks; the last one computes the loss too."""
@@ -388,14 +492,39 @@ class _Shaped:
         return half, half + again / (gathers + sums)
 
     def _context(self) -> tuple[float, float]:
-        """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is never hidden."""
+        """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is never hidden; and
+        the merges of partial results.
+        """
         sent = self._seconds(add_context, "context", self.step, Coordinate(), (self.facts.block,))
         if self.recipe.parallelism.context_method != "ring":
-            return sent / 3, sent * 2 / 3
+            forward, back = self._merges()
+            return sent / 3 + forward, sent * 2 / 3 + back
         # One of three transfers is in the forward pass; the backward sends keys, values and their gradients.
         ranks = self.layout.context
         hidden, (attention, backward) = (ranks - 1) / ranks, self.ring
-        return max(0.0, sent / 3 - attention * hidden), max(0.0, sent * 2 / 3 - backward * hidden)
+        forward, back = self._merges()
+        return max(0.0, sent / 3 - attention * hidden) + forward, max(0.0, sent * 2 / 3 - backward * hidden) + back
+
+    def _merges(self) -> tuple[float, float]:
+        """Seconds to merge the partial results of context parallelism, forward and backward, on the last rank.
+
+        The last rank merges all of its rows for each other rank; its own head counts as half a hop.
+        """
+        share, ranks, account = self.part.share, self.layout.context, self.step.account
+        if ranks == 1:
+            return 0.0, 0.0
+        gathers = self.recipe.parallelism.context_method != "ring"
+        hops = 0.5 + (1 if gathers else ranks - 1)
+        rows = self.step.tokens / share.tensor * account.head_dim
+        queries, keys = rows * account.heads, 2 * rows * account.kv_heads
+        forward = queries * (_RING_ENDS + _MERGE * hops)
+        # Keys of all other ranks get gradients, by hops or at once; a gather also copies them in order and back.
+        copies = 4 * keys * (ranks - 1) if gathers else 0
+        back = queries * (_RING_ENDS + _MERGE_QUERIES * hops) + keys * _MERGE_KEYS * (ranks - 0.5) + copies
+        return (
+            kernel_seconds([KernelGroup(0.0, "", forward + copies, _MERGE_KERNELS * hops, False)], self.machine),
+            kernel_seconds([KernelGroup(0.0, "", back, _MERGE_BACKWARD_KERNELS * hops, False)], self.machine),
+        )
 
 
 def exposed(compute: float, exchange: float, machine: Machine) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from titanlab.costs import AXES
 from titanlab.errors import ConfigError
-from titanlab.plan.machine import LIMITS, AxisPlacement, Efficiencies, Machine, machine_of
+from titanlab.plan.machine import FORWARD, HOST, LIMITS, AxisPlacement, Efficiencies, Machine, machine_of
 from titanlab.plan.memory import exchanged_bytes, most_memory, reserved_bytes
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
@@ -37,6 +37,8 @@ _UNITS: Mapping[str, tuple[float, str, int]] = {
 }
 # The largest collective must take longer than an empty one by at least this share; less is noise.
 _LEAST_GROWTH = 0.02
+# What `profiler=rates` measures: the forward pass of the kernel that torch tries first.
+_FLASH = f"flash {FORWARD}"
 # Number of the smallest squares to ignore: a model's products are larger.
 _SMALL_SQUARES = 2
 
@@ -87,7 +89,7 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     memory = max(memory, 0.0 if is_cpu else machine.memory_bytes_per_second)
     shares = {
         "product": typical / machine.product_rate("bfloat16"),
-        "attention": figures[names.ATTENTION] / machine.attention_flops,
+        "attention": figures[names.ATTENTION] / (machine.flops_per_second(_FLASH) / machine.efficiencies.attention),
         "eager_memory": figures[names.POINTWISE] / memory,
         "fused_memory": figures[names.COPY] / memory,
         "launch_seconds": figures[names.LAUNCH],
@@ -312,7 +314,8 @@ def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
     def errors(values: Efficiencies) -> list[float]:
         return _errors(runs, dataclasses.replace(machine, efficiencies=values))
 
-    shares = dataclasses.asdict(fit(errors, machine.efficiencies, list(LIMITS)))
+    names = [name for name in LIMITS if not (is_cpu and name in HOST)]
+    shares = dataclasses.asdict(fit(errors, machine.efficiencies, names))
     if not is_cpu:
         return dataclasses.replace(cluster, efficiencies=shares)
     assert cluster.memory_gb_per_second is not None
@@ -389,7 +392,7 @@ _HELD = 1e-3
 _ITERATIONS = 40
 _SMALL = 1e-4
 # Parameters whose limits are orders of magnitude apart: their coordinate is the logarithm.
-_LOGARITHMIC = ("launch_seconds", "latency")
+_LOGARITHMIC = ("launch_seconds", "latency", *HOST)
 _FLOOR = 1e-8  # seconds; its logarithm exists
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlab.costs import AXES, FSDP_AXES, Layout, hardware
+from titanlab.costs import AXES, FSDP_AXES, Capability, Layout, attention_rates, hardware, order
 from titanlab.errors import ConfigError
 from titanlab.recipe import Cluster, Recipe
 
@@ -30,8 +30,8 @@ class Efficiencies:
     """Parameters of the time model.
 
     Attributes:
-        product: of matrix products, as a share of the largest rate that was measured on the device.
-        attention: of attention, as a share of the largest published rate of its kernel on the device.
+        product: of matrix products, as a share of the rate that the device sustains.
+        attention: of attention, as a share of the measured rate of its kernel on the device.
         eager_memory: share of the memory bandwidth that kernels of separate operations reach.
         fused_memory: the same for kernels that a compiler has made of several operations, and for the optimizer's.
         link: share of the bandwidth between devices of a node that collectives achieve.
@@ -41,6 +41,9 @@ class Efficiencies:
         stragglers: additional time for each doubling of the number of nodes, as a share of the step.
         latency: fixed time of a collective and of the hops of its ring, as a multiple of the machine's.
         launch_seconds: time between the end of a kernel and the full speed of the next one.
+        host_seconds: of the host, to start one kernel in eager mode.
+        hook_seconds: of the host, for one collective of FSDP2 or of tensor parallelism: its hooks, and the dispatch of
+            DTensor or of the autograd function around it.
     """
 
     product: float = _within(0.9)
@@ -54,6 +57,8 @@ class Efficiencies:
     stragglers: float = _within(0.005, least=0.0, most=0.2)
     latency: float = _within(1.0, most=1000.0)
     launch_seconds: float = _within(5e-6, least=0.0, most=1e-2)
+    host_seconds: float = _within(20e-6, least=0.0, most=1e-2)
+    hook_seconds: float = _within(300e-6, least=0.0, most=1e-1)
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
@@ -67,6 +72,10 @@ class Efficiencies:
 LIMITS: Mapping[str, tuple[float, float]] = {
     each.name: each.metadata["limits"] for each in dataclasses.fields(Efficiencies)
 }
+
+
+# Seconds of the host.
+HOST = ("host_seconds", "hook_seconds")
 
 
 def changed(base: Efficiencies, values: Mapping[str, Any]) -> Efficiencies:
@@ -92,14 +101,17 @@ def allocator_excess() -> float:
     return float(json.loads(FILE.read_text())["allocator_excess"])
 
 
-# Share of the peak that a product reaches, for devices without a measured rate: the share of an H100 (MAMF,
-# stas00/ml-engineering, compute/accelerator).
-_ATTAINABLE = 0.803
-_NOT_MEASURED = "no rate of {device} was measured: products are taken to reach {share:.0%} of its peak, as on an H100"
-# Rate of FlashAttention 2 as a share of the peak in bfloat16: up to 230 of 312 TFLOP/s on an A100, up to 335 of 989 on
-# an H100, whose new instructions it does not use (arXiv 2307.08691, section 4.1). Later devices count as H100.
-_ATTENTION = {"A100": 0.73}
-_LATER_ATTENTION = 0.34
+@functools.cache
+def memory_error() -> float:
+    """Median error of estimated memory, as a share of what published runs reserved, cross-validated."""
+    return float(json.loads(FILE.read_text())["memory_error"])
+
+
+# Share of the peak that a product reaches, for devices without a measured rate: the share of an H200.
+_ATTAINABLE = 0.681
+_NOT_MEASURED = "no rate of {device} was measured: products are taken to reach {share:.0%} of its peak, as on an H200"
+# Directions of attention, as parts of the names of its rates: `cudnn backward`.
+FORWARD, BACKWARD = "forward", "backward"
 # Fixed time of a collective inside a node and between nodes, and of each hop of its ring: the first two are Calculon's
 # (systems/h100_80g_nvl8.json), the others those of NCCL's model of rings (tuning.cc, LL128 and Simple).
 _LINK_SECONDS, _NETWORK_SECONDS = 10e-6, 20e-6
@@ -118,8 +130,9 @@ class Machine:
     Attributes:
         memory_bytes: of a device; infinite if not known.
         peak_flops: dense peak by torch's name of a dtype.
-        product_flops: largest measured rate of a matrix product by dtype.
-        attention_flops: largest rate of the attention's kernel.
+        product_flops: rate that matrix products sustain by dtype.
+        attention_flops: rate of attention by kernel and direction: `cudnn backward`.
+        capability: NVIDIA's compute capability, which decides the kernel of attention; None: not known.
         per_node: devices of a node, or of neighbouring nodes that share a link.
         link_bytes_per_second: between devices of a node, one direction.
         network_bytes_per_second: of one device's share of the network between nodes, one direction.
@@ -136,11 +149,12 @@ class Machine:
     memory_bytes: float
     peak_flops: Mapping[str, float]
     product_flops: Mapping[str, float]
-    attention_flops: float
+    attention_flops: Mapping[str, float]
     memory_bytes_per_second: float
     per_node: int
     link_bytes_per_second: float
     network_bytes_per_second: float
+    capability: Capability | None = None
     link_seconds: float = _LINK_SECONDS
     network_seconds: float = _NETWORK_SECONDS
     link_hop_seconds: float = _LINK_HOP
@@ -155,6 +169,20 @@ class Machine:
         """Attainable FLOP/s of products; a device without the format multiplies in bfloat16, or in what it has."""
         rates = self.product_flops
         return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
+
+    def flops_per_second(self, rate: str) -> float:
+        """What products of a dtype, or attention by a kernel in one direction, reach in a step.
+
+        A kernel without a rate is as slow as the slowest.
+        """
+        if rate.endswith((FORWARD, BACKWARD)):
+            own = [value for name, value in self.attention_flops.items() if name.endswith(rate.rpartition(" ")[2])]
+            return (self.attention_flops.get(rate) or min(own)) * self.efficiencies.attention
+        return self.product_rate(rate) * self.efficiencies.product
+
+    def attention_kernel(self, name: str, *, dtype: str, head_dim: int, seq_len: int) -> str:
+        """The kernel that the trainer tries first for the one that a recipe names."""
+        return order(name, self.capability, dtype=dtype, head_dim=head_dim, seq_len=seq_len)[0]
 
     def reserved_bytes(self, allocated: float) -> int:
         """Bytes that a process takes from its device for tensors of this many bytes, without bytes of messages."""
@@ -177,6 +205,14 @@ class Machine:
         latency = between * self.network_hop_seconds + (steps - between) * self.link_hop_seconds
         fixed = self.network_seconds if axis.nodes > 1 else self.link_seconds
         return count * (fixed + latency) * self.efficiencies.latency + wire_bytes / self.bandwidth(axis)
+
+    def tree_seconds(self, axis: AxisPlacement, size: float) -> float:
+        """Time of an all-reduce of few bytes, for which NCCL takes trees: up and down, through a chain in each node."""
+        if axis.ranks == 1:
+            return 0.0
+        fixed = self.network_seconds if axis.nodes > 1 else self.link_seconds
+        hops = math.ceil(math.log2(axis.nodes)) * self.network_hop_seconds + (axis.in_node - 1) * self.link_hop_seconds
+        return (fixed + 2 * hops) * self.efficiencies.latency + 2 * size / self.bandwidth(axis)
 
     def bandwidth(self, axis: AxisPlacement) -> float:
         """Bytes per second of a ring over the ranks of an axis.
@@ -241,13 +277,24 @@ def machine_of(recipe: Recipe) -> Machine:
     memory = cluster.memory_gb or device.memory_gb
     link = cluster.link_gb_per_second or device.link_gb_per_second
     network = cluster.network_gb_per_second or (link if is_cpu else None) or _NETWORK
+    # A CPU is its own host: the rates of its operators have the calls in them.
+    shares = changed(fitted(), dict.fromkeys(HOST, 0.0)) if is_cpu else fitted()
+    capability = None if is_cpu else hardware.compute_capability(device.words)
     if is_cpu:
-        attention, notes = peaks["float32"], () if cluster.memory_gb_per_second else (_ROUGH,)
+        attention = dict.fromkeys((FORWARD, BACKWARD), peaks["float32"])
+        notes = () if cluster.memory_gb_per_second else (_ROUGH,)
         seconds = {"link_seconds": 100e-6, "network_seconds": 100e-6}
         seconds |= {"link_hop_seconds": 50e-6, "network_hop_seconds": 50e-6}
     else:
-        share = next((share for word, share in _ATTENTION.items() if word in device.words), _LATER_ATTENTION)
-        attention, seconds = share * peaks["bfloat16"], {}
+        known, seconds = attention_rates(capability), {}
+        limit, peak = hardware.power_share(device.watts, known.watts), peaks["bfloat16"]
+        attention = {
+            f"{name} {direction}": share * peak * limit
+            for name, shares in known.shares.items()
+            for direction, share in zip((FORWARD, BACKWARD), shares, strict=True)
+        }
+        limit = hardware.power_share(device.watts, device.product_watts)
+        products = {dtype: rate * limit for dtype, rate in products.items()}
         notes = () if device.product_tflops else (_NOT_MEASURED.format(device=device.name, share=_ATTAINABLE),)
     return Machine(
         name=device.name,
@@ -255,13 +302,14 @@ def machine_of(recipe: Recipe) -> Machine:
         peak_flops=peaks,
         product_flops=products,
         attention_flops=attention,
+        capability=capability,
         memory_bytes_per_second=bandwidth * 1e9,
         per_node=(cluster.per_node or 8) * (1 if is_cpu else cluster.linked_nodes),
         # Devices without links between them use the network inside a node, too.
         link_bytes_per_second=(link or network) * 1e9,
         network_bytes_per_second=network * 1e9,
         **seconds,
-        efficiencies=changed(fitted(), cluster.efficiencies),
+        efficiencies=changed(shares, cluster.efficiencies),
         allocator_excess=cluster.allocator_excess or (1.0 if is_cpu else allocator_excess()),
         message_excess=cluster.message_excess or 0.0,
         process_bytes=(cluster.process_gb or (_CPU_PROCESS if is_cpu else 0.0)) * 1e9,

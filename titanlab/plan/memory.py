@@ -102,7 +102,7 @@ def memory(recipe: Recipe) -> tuple[RankMemory, ...]:
     layout, schedule, account = recipe.layout, recipe.schedule, model_facts(recipe.model).account
     share, hidden = share_of(recipe), message_bytes(recipe)
     shape = (recipe.model, share, recipe.microbatch, recipe.training.seq_len)
-    kinds, kind_of = block_bytes(recipe.ac, *shape)
+    kinds, kind_of = block_bytes(recipe.ac, *shape, compiled=recipe.compile.fuses_blocks)
     edges, deferred_of = edge_bytes(*shape), deferred_bytes(*shape)
     if recipe.loss_chunk:
         # The forward pass of the loss has already computed the gradient of the head's weight.
@@ -299,11 +299,13 @@ def _loss(recipe: Recipe, share: Share, pieces: Sequence[str]) -> int:
         )
     splits = share.tensor if recipe.parallelism.loss_parallel else 1
     logits = tokens * -(-columns // splits)
+    # Whole logits exist twice: as ranks gather them, by rank, and in the order of the vocabulary.
+    gathered = logits * width if share.tensor > splits else 0
     copy = _FLOAT if width != _FLOAT else 0
     if splits > 1:
         forward = width + (0 if compiled else copy) + _FLOAT
         return logits * max(forward, 2 * _FLOAT + (width if copy else 0))
-    return logits * (2 * width if compiled else max(width + copy + _FLOAT, 3 * _FLOAT))
+    return gathered + logits * (2 * width if compiled else max(width + copy + _FLOAT, 3 * _FLOAT))
 
 
 class PieceBytes(NamedTuple):
@@ -421,10 +423,12 @@ class BlockBytes(NamedTuple):
 
 @functools.lru_cache(maxsize=8192)
 def block_bytes(
-    ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int
+    ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int, *, compiled: bool = False
 ) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
     """The different blocks, and for each block its index in them."""
-    block = block_operations(model, microbatch, seq_len)
+    block: Sequence[Operation] = block_operations(model, microbatch, seq_len)
+    if compiled:
+        block = as_compiled(block)
     first, kind_of = treatments(ac, model_facts(model).account.layers)
     kinds = []
     for number in first:
@@ -435,10 +439,39 @@ def block_bytes(
     return tuple(kinds), kind_of
 
 
+def as_compiled(block: Sequence[Operation]) -> list[Operation]:
+    """A block's operations with only the tensors that compiled code keeps for the backward pass.
+
+    The compiler knows that no backward needs the last product. It computes results of pointwise operations again from
+    their inputs, inside the kernels of the backward pass, if no product or attention needs them whole.
+    """
+    last = max(place for place, operation in enumerate(block) if operation.kind == "matmul")
+    cheap = {
+        result.name
+        for operation in block
+        if operation.kind == "pointwise"
+        for operator in operation.operators
+        for result in operator.results
+    }
+    whole = {kept.name for operation in block if operation.kind in ("matmul", "attention") for kept in operation.keeps}
+    again, operations = cheap - whole, []
+    for place, operation in enumerate(block):
+        keeps = operation.keeps
+        if operation.kind == "pointwise":
+            keeps = tuple(kept for kept in keeps if kept.name not in again)
+        operators = operation.operators
+        if place == last:
+            operators = tuple(replace(operator, results=()) for operator in operators)
+        operations.append(replace(operation, keeps=keeps, operators=operators))
+    return operations
+
+
 @functools.lru_cache(maxsize=8192)
-def saved_bytes(ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> int:
+def saved_bytes(
+    ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int, *, compiled: bool = False
+) -> int:
     """Bytes that all blocks keep between forward and backward."""
-    kinds, kind_of = block_bytes(ac, model, share, microbatch, seq_len)
+    kinds, kind_of = block_bytes(ac, model, share, microbatch, seq_len, compiled=compiled)
     return sum(block.saved * kind_of.count(kind) for kind, block in enumerate(kinds))
 
 

@@ -72,7 +72,7 @@ def least_memory(recipe: Recipe, schedules: Sequence[Choice], *, reduces_each: b
         needed += whole.unreduced // shards if reduces_each else whole.unreduced
         needed += whole.gathered if parallelism.reshard_after_forward == "never" else 0
     shape = (model, share_of(recipe), recipe.microbatch, recipe.training.seq_len)
-    saved = float(saved_bytes(recipe.ac, *shape))
+    saved = float(saved_bytes(recipe.ac, *shape, compiled=recipe.compile.fuses_blocks))
     if layout.pipeline > 1:
         deferred = model_facts(model).account.layers * deferred_bytes(*shape)[""]
         configs = tuple(schedule.value for schedule in schedules)
@@ -102,6 +102,18 @@ def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches
 
 # Unequal stages may have a smaller bubble than equal ones: a group's bound has only this share of it.
 _BUBBLE_SHARE = 0.8
+
+
+# Recipes whose times differ by less than this share are alike: the planner's median error is larger
+# (docs/planner-accuracy.md).
+NEAR = 0.03
+# Number of recipes after those of the answer among which one with fewer axes is looked for.
+_LOOKED = 100
+
+
+def axes_of(layout: Layout) -> int:
+    """Number of axes along which a layout is parallel; experts count as one."""
+    return sum(degree > 1 for degree in (*layout.degrees().values(), layout.expert))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +148,20 @@ class RecipeRanking:
     _known_passes: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def best(self, count: int) -> list[Ranked]:
-        return list(itertools.islice(self._in_order(), count))
+        """The fastest recipes in order; but the first has the fewest axes of those that are as fast as far as estimates
+        can tell, which are within `NEAR` of the fastest.
+        """
+        found: list[Ranked] = []
+        for ranked in itertools.islice(self._in_order(), count + _LOOKED):
+            if ranked.time.seconds > (1 + NEAR) * (found or [ranked])[0].time.seconds and len(found) >= count:
+                break
+            found.append(ranked)
+        if not found:
+            return []
+        near = [each for each in found if each.time.seconds <= (1 + NEAR) * found[0].time.seconds]
+        # Sorting is stable: of as many axes the fastest is first.
+        first = min(near, key=lambda ranked: axes_of(ranked.recipe.layout))
+        return [first, *(ranked for ranked in found if ranked is not first)][:count]
 
     def estimate(self, point: SpacePoint) -> Ranked | None:
         """The estimates of one recipe; None: it does not fit."""
@@ -270,6 +295,8 @@ class RecipeRanking:
         for layout in group.layouts:
             recipe = self.space.recipe_of(group.point(layout, schedule))
             least = step_time(recipe, self.machine, blocks=blocks).seconds
+            if layout.fsdp > 1 and self._may_reduce_each(recipe):
+                least = min(least, step_time(reducing_each(recipe), self.machine, blocks=blocks).seconds)
             yield least, (self._refine_recipe, group.point(layout, schedule))
 
     def _refine_recipe(self, point: SpacePoint) -> Iterator[tuple[float, Any]]:

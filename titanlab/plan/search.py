@@ -13,18 +13,18 @@ from typing import Any
 from titanlab.costs import AXES, Layout, resolve_layout, training_flops_per_token
 from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
-from titanlab.plan.machine import Machine, machine_of
+from titanlab.plan.machine import Machine, machine_of, memory_error
 from titanlab.plan.memory import added, stored_pieces
-from titanlab.plan.ranking import Ranked, RecipeRanking
+from titanlab.plan.ranking import NEAR, Ranked, RecipeRanking
 from titanlab.plan.space import LayoutSpace, Vary, choices_of
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import StepTime
 from titanlab.recipe import Recipe, check_addressable, check_processes, resolve
 from titanlab.system import counted, grouped, significant
 
-# Share of a device's memory that recipes leave free, for CUDA, NCCL and the errors of the estimate. Datasheets count
-# memory in units of 1e9 bytes, 7 % less than a driver reports, so the real margin is larger.
-MARGIN = 0.03
+# Share of a device's memory that recipes leave free: for CUDA and NCCL, and for the error of the estimate. Datasheets
+# count memory in units of 1e9 bytes, 7 % less than a driver reports, so the real margin is larger.
+MARGIN = round(0.02 + memory_error(), 2)
 MOST = 1000
 # Worlds and batches to try if no recipe fits.
 _LARGER_WORLDS = (2, 4, 8, 16, 32, 64)
@@ -265,7 +265,9 @@ def whole_model(recipe: Recipe) -> WholeModel:
 def title(plan: Plan) -> str:
     base, machine, limit = plan.base, plan.ranking.machine, "memory not known"
     if not math.isinf(machine.memory_bytes):
-        limit = f"{machine.memory_bytes / 1e9:.0f} GB each, {100 * MARGIN:.0f} % of it left free"
+        limit = (
+            f"{machine.memory_bytes / 1e9:.0f} GB each, {100 * MARGIN:.0f} % of it left free for CUDA, NCCL and errors"
+        )
     return (
         f"{base.model.account().parameter_count / 1e9:.2f}B parameters on {counted(base.layout.world, machine.name)} "
         f"({limit}); "
@@ -303,7 +305,30 @@ def left_out(plan: Plan) -> list[str]:
 def reasons(best: Sequence[Ranked]) -> list[str]:
     """One sentence for each recipe: which terms make it slower than the one above it."""
     others = (f"{place + 1} {_difference(best[place - 1], best[place])}" for place in range(1, len(best)))
-    return [f"1 is the fastest that fits: {split_text(best[0].time)}", *others]
+    return [_first(best), *others]
+
+
+def closeness(plan: Plan) -> str:
+    """How close the first recipe comes to the memory of a device; empty if the memory is not known."""
+    size = plan.ranking.machine.memory_bytes
+    if not plan.best or math.isinf(size):
+        return ""
+    left = size - plan.best[0].reserved
+    return (
+        f"1 leaves {left / 1e9:.1f} of {size / 1e9:.0f} GB; the median error of the estimate is "
+        f"{100 * memory_error():.0f} %, here {memory_error() * plan.best[0].reserved / 1e9:.1f} GB"
+    )
+
+
+def _first(best: Sequence[Ranked]) -> str:
+    """Why the first recipe is the first."""
+    fastest = min(best, key=lambda ranked: ranked.time.seconds)
+    if fastest is best[0]:
+        return f"1 is the fastest that fits: {split_text(best[0].time)}"
+    slower = best[0].time.seconds / fastest.time.seconds - 1
+    alike = sum(ranked.time.seconds <= (1 + NEAR) * fastest.time.seconds for ranked in best[1:])
+    rule = f"has the fewest axes of those within {100 * NEAR:.0f} % of the fastest, {best.index(fastest) + 1}"
+    return f"1 {rule} ({alike} others here): {100 * slower:.1f} % slower, {split_text(best[0].time)}"
 
 
 def _difference(above: Ranked, ranked: Ranked) -> str:
@@ -317,7 +342,7 @@ def _difference(above: Ranked, ranked: Ranked) -> str:
     memory = f"; it takes {abs(freed) / 1e9:.1f} GB {'less' if freed > 0 else 'more'}" if abs(freed) > 0.5e9 else ""
     if not terms:
         return f"takes as long within {100 * _SMALL:.1f} %{memory}"
-    return f"is {change:.3g} s slower: {terms}{memory}"
+    return f"is {abs(change):.3g} s {'faster' if change < 0 else 'slower'}: {terms}{memory}"
 
 
 def plan_values(plan: Plan) -> dict[str, Any]:

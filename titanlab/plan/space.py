@@ -257,7 +257,7 @@ class LayoutSpace:
             compile=point.compile.value,
         )
         if recipe.parallelism.reduce_gradients == "auto" and recipe.reduces_each:
-            # The faster choice; where it does not fit, the ranking takes the other.
+            # In most cases the faster choice; where it does not fit, the ranking takes the other.
             vars(recipe).update(parallelism=self._reducing_last(point.layout))
         return recipe
 

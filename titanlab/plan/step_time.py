@@ -34,7 +34,8 @@ class StepTime:
 
     Attributes:
         parts: seconds by cause; their sum is `seconds`. `compute`; `replicate`, `shard`, `context`, `tensor`,
-            `pipeline`: communication of an axis that no computation hides; `bubble`; `optimizer`; `stragglers`.
+            `pipeline`: communication of an axis that no computation hides, with what its code moves and the host's
+            time for it; `bubble`; `optimizer`; `stragglers`.
         mfu: model FLOPs utilisation, by `titanlab.costs.training_flops_per_token` and the peak in the precision of the
             activations, from 0 to 1; nan if the device has no such peak.
     """
@@ -69,7 +70,6 @@ def step_time(
     formats, fsdp = recipe.precision.formats(), _is_fsdp(recipe)
     known, busiest = blocks or blocks_time(recipe, machine, pipeline)
     parts = dict(known)
-    _add_data_parallel(recipe, machine, busiest, parts)
     # The optimizer reads and writes parameters, gradients (which have the size of the parameters) and states.
     pieces = stored_pieces(
         *(recipe.model, recipe.precision, recipe.optimizer, recipe.layout.tensor),
@@ -77,13 +77,14 @@ def step_time(
     )
     block, others = pieces[model_facts(recipe.model).block], [pieces[name] for name in busiest.edges]
     parameters = busiest.blocks * block.parameters + sum(piece.parameters for piece in others)
+    _add_data_parallel(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)
     moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
     world = axis_of(recipe.layout, "world", machine.per_node)
     parts["optimizer"] = moved / (machine.memory_bytes_per_second * machine.efficiencies.fused_memory)
     update_flops = busiest.blocks * block.update_flops + sum(piece.update_flops for piece in others)
-    parts["optimizer"] += update_flops / (machine.product_rate("bfloat16") * machine.efficiencies.product)
-    parts["optimizer"] += machine.collective_seconds(world, 2 * TOTALS_BYTES, hops=2 * (world.ranks - 1))
+    parts["optimizer"] += update_flops / machine.flops_per_second("bfloat16")
+    parts["optimizer"] += machine.tree_seconds(world, TOTALS_BYTES)
     parts["stragglers"] = _straggling(recipe, machine, sum(parts.values()))
     seconds = sum(parts.values())
     tokens = recipe.training.global_batch * recipe.training.seq_len
@@ -140,11 +141,18 @@ def blocks_time(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) ->
     return parts, busiest
 
 
-def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts: dict[str, float]) -> None:
-    """Add the exposed time to sum gradients and gather parameters."""
+def _add_data_parallel(
+    recipe: Recipe, machine: Machine, stage: RankTime, parameters: int, parts: dict[str, float]
+) -> None:
+    """Add the time to add gradients of microbatches, and the exposed time to sum them and to gather parameters.
+
+    Args:
+        parameters: bytes of the rank's stored parameters.
+    """
     layout, formats, blocks = recipe.layout, recipe.precision.formats(), stage.blocks
     facts, microbatches = model_facts(recipe.model), recipe.microbatches
     if not _is_fsdp(recipe):
+        parts["compute"] += (microbatches - 1) * parameters * 3 / _eager(machine)
         if layout.replicate > 1:
             # Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed.
             axis = axis_of(layout, "replicate", machine.per_node)
@@ -160,6 +168,13 @@ def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts:
     ahead, back = stage.own.ahead / max(1, blocks), stage.own.back / max(1, blocks)
     freed, kept = freed_and_kept(blocks, reshards=recipe.parallelism.frees_after_forward)
     gather, reduce = block.gather, block.scatter + block.replicas
+    # FSDP2's hooks: a gather in the forward pass, a gather and a reduction in the backward pass. The device waits for
+    # those for which the host has no time while the device computes.
+    hook, own = machine.efficiencies.hook_seconds, stage.own
+    late = max(0.0, blocks * hook - own.ahead + own.host_forward) + max(
+        0.0, 2 * blocks * hook - own.back + own.host_backward
+    )
+    parts["shard"] += microbatches * late
     ahead_exposed, back_exposed = exposed(ahead, gather, machine), exposed(back, gather, machine)
     # Microbatches before the last one that reduce too.
     more = microbatches - 1 if recipe.reduces_each else 0
@@ -176,17 +191,28 @@ def _add_data_parallel(recipe: Recipe, machine: Machine, stage: RankTime, parts:
     share = block.replicas / (gather * (1 + (freed > 0)) + reduce) if reduce else 0.0
     parts["replicate"] += share * hidden + block.replicas + edges.replicas
     parts["shard"] += (1 - share) * hidden + edges.gather + gather + block.scatter + edges.scatter
+    # Gradients that are not reduced after each microbatch are added to whole ones, in the format of the sums.
+    summed = (microbatches - 1 - more) * blocks * block.elements + (microbatches - 1 - more_edges) * edges.elements
+    parts["compute"] += summed * (formats.compute_bytes + 2 * formats.reduce_bytes) / _eager(machine)
     if layout.fsdp == 1 and not formats.mixed:
         return
     # Casts and copies around collectives.
     gathers = 2 * microbatches * freed + kept
     rate = machine.memory_bytes_per_second * machine.efficiencies.fused_memory
-    cast = (formats.master_bytes + formats.compute_bytes) / layout.fsdp
+    # A cast to float8 multiplies by the scale and clamps first, in kernels of their own.
+    gathers_float8 = recipe.precision.float8_gathered(facts.sample)
+    moved = 5 * formats.master_bytes + 1 if gathers_float8 else formats.master_bytes + formats.compute_bytes
+    cast = moved / layout.fsdp
     reduced = formats.compute_bytes + formats.reduce_bytes
     gather_block, gather_edges = ((2 * unit.gathered_bytes + unit.elements * cast) / rate for unit in (block, edges))
     reduce_block, reduce_edges = (unit.elements * reduced / rate for unit in (block, edges))
     parts["compute"] += gathers * gather_block + gather_edges
     parts["compute"] += (1 + more) * blocks * reduce_block + (1 + more_edges) * reduce_edges
+
+
+def _eager(machine: Machine) -> float:
+    """Bytes per second of separate kernels."""
+    return machine.memory_bytes_per_second * machine.efficiencies.eager_memory
 
 
 def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:

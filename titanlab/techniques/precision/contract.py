@@ -65,9 +65,10 @@ class ProductFormat:
 
     Attributes:
         forward, input_gradient, weight_gradient: torch's name of the dtype of each of its three products.
-        cast_bytes: bytes that casts read and write for each element of its input, its weight and the gradient of its
-            output, over the three products.
+        cast_bytes: bytes that casts in compiled code read and write for each element of its input, its weight and the
+            gradient of its output, over the three products.
         cast_kernels: kernels of these casts, for each of the three tensors.
+        eager_cast_bytes, eager_cast_kernels: the same for casts outside compiled code.
     """
 
     forward: str
@@ -75,6 +76,11 @@ class ProductFormat:
     weight_gradient: str
     cast_bytes: float
     cast_kernels: int
+    # Each operand is cast for two products, by six kernels: |x| reads 2 and writes 2, the maximum reads 2, the copy in
+    # float32 reads 2 and writes 4, its product with the scale and the clamp read 4 and write 4 each, and the cast
+    # reads 4 and writes 1.
+    eager_cast_bytes: float = 66.0
+    eager_cast_kernels: int = 12
 
 
 def matched(account: ModelAccount, parts: Sequence[str]) -> tuple[str, ...]:
@@ -109,6 +115,14 @@ class PrecisionConfig(OptionConfig, Protocol):
     def float8_gathered(self, model: ModelAccount) -> frozenset[str]:
         """Names of the parameters that FSDP2 gathers with one byte per element."""
         return frozenset()
+
+    @property
+    def gathers_activations(self) -> bool:
+        """Whether tensor parallelism gathers the inputs of these layers, and the gradients of their outputs, in float8.
+
+        Each rank then casts only its own part.
+        """
+        return False
 
     def products(self, model: ModelAccount) -> Mapping[str, ProductFormat]:
         """Path of each linear layer that does not multiply in the compute dtype → its format."""
