@@ -115,10 +115,12 @@ def _check_limits(key: str, field: dataclasses.Field[Any], limits: _Limits, valu
     if value is None and re.search("None|Optional", str(field.type)):
         return
     least, cure = limits.get("least"), limits.get("cure", f"try {_usual(field)}")
-    # `not … >=`, because `nan < least` is False. A value that is no number can only come from Python.
-    if least is not None and not (isinstance(value, numbers.Real) and value >= least):
+    # A value that is no number can only come from Python.
+    is_number = isinstance(value, numbers.Real)
+    # `not … >=`, because `nan < least` is False.
+    if least is not None and not (is_number and value >= least):
         raise ConfigError(key, value, "must not be negative" if least == 0 else f"must be at least {least}", cure)
-    if limits.get("positive") and not (isinstance(value, numbers.Real) and value > 0):
+    if limits.get("positive") and not (is_number and value > 0):
         raise ConfigError(key, value, "must be a positive number", cure)
 
 
