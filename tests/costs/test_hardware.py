@@ -2,7 +2,7 @@
 
 import pytest
 
-from titanlab.costs import find_device
+from titanlab.costs import compute_capability, find_device
 from titanlab.costs.hardware import DEVICES, peak_flops
 
 
@@ -69,3 +69,23 @@ def test_figures_are_plausible_and_sourced():
         assert device.memory_gb is None or 40 <= device.memory_gb <= 200
         assert device.memory_gb_per_second is None or 800 <= device.memory_gb_per_second <= 8000
         assert device.link_gb_per_second is None or 300 <= device.link_gb_per_second <= 900
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        ("Tesla V100-SXM2-16GB", (7, 0)),
+        ("Tesla T4", (7, 5)),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", (8, 0)),
+        ("NVIDIA A10G", (8, 6)),
+        ("NVIDIA L4", (8, 9)),
+        ("NVIDIA GeForce RTX 4090", (8, 9)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB300", (10, 3)),
+        ("AMD Instinct MI300X", None),
+        ("", None),
+    ],
+)
+def test_compute_capabilities(name, capability):
+    assert compute_capability(name) == capability

@@ -162,6 +162,11 @@ def test_states_of_different_places_are_not_merged(other):
         merge_states([{"samples": 4}, other])
 
 
+def test_parts_of_all_ranks_are_put_together_in_their_order():
+    merged = merge_states([{"samples": 4, "parts": {"2": "c", "0": "a"}}, {"parts": {"1": "b"}, "samples": 4}])
+    assert (merged["samples"], list(merged["parts"].items())) == (4, [("0", "a"), ("1", "b"), ("2", "c")])
+
+
 @pytest.mark.parametrize(
     ("name", "now", "key"),
     [
@@ -185,3 +190,9 @@ def test_a_state_of_another_stream_is_refused(name, now, key):
 def test_a_value_of_another_type_is_damage(value):
     with pytest.raises(DamagedPosition, match=r"^data\.seed=.*: must be of the type of 3; resume from another"):
         check_state({"samples": 0, "seed": value}, seed=3)
+
+
+@pytest.mark.parametrize("value", [None, "3", 3.0, True, -1, 2**62])
+def test_samples_are_a_count(value):
+    with pytest.raises(DamagedPosition, match=r"^data\.samples=.*: must be a whole number from 0"):
+        check_state({"samples": value})

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -143,3 +144,10 @@ def test_a_text_that_it_cannot_encode_is_told(changed, pattern):
         with pytest.raises(ConfigError, match=r"cannot encode the text \(.*Missing \[UNK\]"):
             call()
     assert tokenizer.encode("b") == [1]
+
+
+def test_a_trial_reads_long_runs_of_the_characters_of_the_expressions():
+    texts = []
+    tokenizer = SimpleNamespace(encode=lambda text: texts.append(text) or [], decode=lambda ids: "")
+    reading.probe(tokenizer, ["(ß|q)+$"])
+    assert all(character * reading._RUN in texts[0] for character in "ßq(a0 ")

@@ -91,8 +91,10 @@ def test_the_tokens_around_documents_are_those_of_the_files_beside_the_tokenizer
     tmp_path, config, special_map, ids, separators, lines
 ):
     model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
-    file, kept = tmp_path / "tokenizer.json", tmp_path / "kept"
+    file, kept, alone = tmp_path / "tokenizer.json", tmp_path / "kept", tmp_path / "alone"
     file.write_text(json.dumps({"version": "1.0", "model": model}))
+    alone.mkdir()
+    keep(file, alone)
     for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", special_map)):
         if content is not None:
             (tmp_path / name).write_text(json.dumps(content))
@@ -103,6 +105,8 @@ def test_the_tokens_around_documents_are_those_of_the_files_beside_the_tokenizer
         assert (tokenizer.bos_id, tokenizer.eos_id) == ids
         assert separators_of(tokenizer) == Separators(begin=separators[0], end=separators[1])
         assert separators_in_words(tokenizer) == [line.format(file=place / "tokenizer.json") for line in lines]
+        # The same file with other tokens around documents is other data. Alone, the usual names count.
+        assert (tokenizer.fingerprint == load(alone).fingerprint) == (separators == (2, 1))
 
 
 @pytest.mark.parametrize("flag", [None, True, False])

@@ -162,3 +162,9 @@ def test_biases_of_another_model_are_one_line(routing):
     rule = "its biases are not those of 2 blocks of 4 experts"
     said = f"k=folder: {rule}; choose the model that it was trained as"
     assert refusal(biases_of, BIASED, routing, "k", "folder") == said
+
+
+def test_the_format_of_most_tensors_is_the_usual_one():
+    for dtypes in (["F32", "BF16", "BF16"], ["F16", "BF16"], ["BF16", "F16"]):
+        entries = {str(number): TensorEntry(dtype=dtype, shape=()) for number, dtype in enumerate(dtypes)}
+        assert SafetensorsSource(model=None, entries=entries, places={}, foreign={}).usual_dtype == "bfloat16"

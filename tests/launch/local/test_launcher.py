@@ -14,7 +14,7 @@ from tests.launch.slurm.printed import submission
 from tests.until import until
 from titanlab.launch import JobState, write_submission
 from titanlab.launch import local as supervising
-from titanlab.launch.local import LOCK, LOG, LocalLauncher, wake
+from titanlab.launch.local import LOCK, LOG, LocalLauncher, jobs_in_order, wake
 from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, claimed
 from titanlab.system import process_state, write_json
 
@@ -207,3 +207,9 @@ def test_the_snapshot_is_before_the_users_own_modules(tmp_path, monkeypatch, inh
     environment = supervising._environment(tmp_path, replace(waiting(), code="code/1"))
     paths = [f"{tmp_path}/code/1", *(each.format(sweep=tmp_path) for each in others)]
     assert (environment["PYTHONPATH"], environment["PYTHONSAFEPATH"]) == (os.pathsep.join(paths), "1")
+
+
+def test_only_submissions_to_this_launcher_count(tmp_path):
+    for each in (replace(local("one"), token="bb"), submission("cc")):
+        write_submission(tmp_path, each)
+    assert [job.key for job in jobs_in_order(tmp_path)] == [("bb", 0)]
