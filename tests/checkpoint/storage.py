@@ -8,9 +8,9 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.one_process import ALONE
-from titanlab.checkpoint import ITEM_BYTES, SavedPosition
+from titanlab.checkpoint import ITEM_BYTES, SavedPosition, load_state
 from titanlab.checkpoint.index import read_index, signed
-from titanlab.checkpoint.reader import ShardReader, load_state
+from titanlab.checkpoint.reader import ShardReader
 from titanlab.checkpoint.storage import checksum
 from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.checkpoint.writer import HostBuffer

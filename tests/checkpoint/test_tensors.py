@@ -17,10 +17,10 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.checkpoint.storage import SHARDINGS, of_every_dtype, read, sharded_state, started, write
-from titanlab.checkpoint import DamagedCheckpoint, read_contents, storage
+from titanlab.checkpoint import DamagedCheckpoint, load_state, read_contents, storage
 from titanlab.checkpoint import reader as shard_reader
 from titanlab.checkpoint.index import read_index
-from titanlab.checkpoint.reader import ShardReader, bytes_of, load_state
+from titanlab.checkpoint.reader import ShardReader, bytes_of
 from titanlab.checkpoint.storage import BLOCK, BlockReader, BlockWriter, DamagedFile, checksum, folder_at
 from titanlab.checkpoint.writer import Part, entries_of, parts_of, shard_of, shared_out
 from titanlab.distributed import World

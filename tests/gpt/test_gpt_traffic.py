@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests import tiny
 from tests.costs.test_traffic_account import traffic_of
-from tests.gpt.test_gpt_parity import label, recipe
+from tests.gpt.test_gpt_parity import keys_of, label
 from titanlab.costs import step_traffic, traffic_metrics
 from titanlab.recipe import step_of
 
@@ -25,7 +26,7 @@ LAYOUTS = [
     ],
 )
 def test_what_is_sent_is_what_the_formulas_say(pool, tmp_path, kind, given):
-    made = recipe(tmp_path, kind, **given)
+    made = tiny.recipe(tmp_path, **keys_of(kind, **given))
     for place, tables in pool.run(made.world, traffic_of, made, 1):
         for rows in tables:
             assert traffic_metrics(rows) == traffic_metrics(step_traffic(step_of(made), place)), place

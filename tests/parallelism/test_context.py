@@ -10,9 +10,8 @@ from torch import distributed as dist
 
 from benchmarks.context_memory import measure, model_config
 from titanlab.errors import ConfigError
-from titanlab.parallelism import attention_kernels, check_attention, context, positions
+from titanlab.parallelism import Parallelism, attention_kernels, check_attention, context, positions
 from titanlab.parallelism.context import EXCHANGES, ContextAttention, attention
-from titanlab.parallelism.schema import Parallelism
 from titanlab.techniques.model import llama
 from titanlab.techniques.model.attention import InnerAttention
 from titanlab.techniques.model.llama_schema import Llama

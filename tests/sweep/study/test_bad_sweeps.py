@@ -117,7 +117,7 @@ def test_wrong_arguments_are_refused(refused, tmp_path, arguments, begins, has):
     ("text", "begins", "has"),
     [
         ("# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {space: {}}}\n", "hydra.sweeper.space=: is not a key of the sweeper", "override /hydra/sweeper: space"),
-        ("# @package _global_\ndefaults:\n  - override /model: debug\n  - /recipe: quickstart\n", "override /model=debug: comes before what", "at the end"),
+        ("# @package _global_\ndefaults:\n  - override /model: debug\n  - /recipe: quickstart\n", "sweeps=mine: cannot be composed (Override 'model : debug' is defined before 'recipe: quickstart')", "mend sweep"),
         ("# @package _global_\ndefaults:\n  - /recipe: nope\n", "recipe=nope: is not an option", "known: "),
         ("# @package _global_\nhydra: [\n", "file=", "is not YAML"),
         ("# @package _global_\ntrainig: {steps: 3}\n", "trainig=: is not a key of this recipe, and sweeps/mine.yaml sets it", "did you mean training"),
