@@ -140,7 +140,7 @@ def test_a_folder_as_meta_released_it_has_one(tokens, tmp_path):
         (lambda lines: lines[:100], "byte "),
         (lambda lines: [*lines[:300], b"!!! 300", *lines[301:]], "line 301 has no token and rank"),
         (lambda lines: [*lines[:300], *lines[301:]], "line 301 does not have the next rank"),
-        (lambda lines: [*lines[:300], lines[0].split()[0] + b" 300", *lines[301:]], "or a token twice"),
+        (lambda lines: [*lines[:300], lines[0].split()[0] + b" 300", *lines[301:]], "or repeats a token"),
         # Before it was held, 200,000 bytes took 20 GB of memory.
         (
             lambda lines: [*lines[:300], base64.b64encode(b"a" * 200_000) + b" 300"],

@@ -292,10 +292,10 @@ def test_what_exceeds_memory_by_more_than_the_error_of_estimates_is_left_out(tmp
     assert kept.notices == (
         (
             "1 run may not fit into memory: each estimate is too much, but by less than the largest error of estimates "
-            "(47 %); --prune leaves them out"
+            "(40 %); --prune leaves them out"
         ),
         (
-            "1 run left out: their estimates exceed a device's memory by more than 47 %, the largest error of estimates; "
+            "1 run left out: their estimates exceed a device's memory by more than 40 %, the largest error of estimates; "
             "--keep keeps all"
         ),
     )
