@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ _POLL_SECONDS = 0.2
 _RESUMABLE = "; the run can be resumed"
 
 
-class Group:
+class Group(ABC):
     """The ranks of a claimed run, as seen by the process that makes its attempts.
 
     Args:
@@ -117,21 +118,21 @@ class Group:
             if not self.goes_on_after(outcome, recipe):
                 return outcome
 
+    @abstractmethod
     def next_recipe(self) -> Recipe:
         """The recipe of the next attempt, after every check."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refused(self, error: Exception) -> Outcome:
         """Record that the next attempt cannot begin, or raise the error."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
         """Start the ranks of an attempt that has begun, wait for their end, and record the outcome."""
-        raise NotImplementedError
 
+    @abstractmethod
     def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
         """Decide whether the ranks start again, perhaps with another recipe."""
-        raise NotImplementedError
 
     def decided(self, outcome: Outcome, recipe: Recipe, *, lost: str = "", usable: int | None = None) -> str | None:
         """Decide as `Restarts` does, and tell the user. Returns why the ranks do not start again; None: they do."""
