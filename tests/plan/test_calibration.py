@@ -295,10 +295,10 @@ def test_the_lines_name_every_figure():
     ("row", "complaint"),
     [
         ({name: value for name, value in ROW.items() if name != "rates/copy"}, "rates/copy: is missing"),
-        ({**ROW, "rates/copy": 0.0}, "is no figure of rates/copy"),
-        ({**ROW, "rates/copy": math.nan}, "is no figure of rates/copy"),
-        ({**ROW, "rates/attention": None}, "is no figure of rates/attention"),
-        ({**ROW, "rates/collective node two all_gather 4": 1.0}, "is no name of a collective"),
+        ({**ROW, "rates/copy": 0.0}, "is not a figure of rates/copy"),
+        ({**ROW, "rates/copy": math.nan}, "is not a figure of rates/copy"),
+        ({**ROW, "rates/attention": None}, "is not a figure of rates/attention"),
+        ({**ROW, "rates/collective node two all_gather 4": 1.0}, "is not the name of a collective"),
         ({}, "is missing in the measurement"),
     ],
 )

@@ -136,7 +136,9 @@ def test_efficiencies_have_limits(name):
 def test_efficiencies_of_a_cluster_replace_the_fitted_ones():
     machine = machine_of(made(cluster={"efficiencies": {"link": 0.123}}))
     assert machine.efficiencies == dataclasses.replace(fitted(), link=0.123)
-    with pytest.raises(ConfigError, match=r"^cluster\.efficiencies\.produkt=1: is no efficiency; there are product, "):
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.efficiencies\.produkt=1: is not an efficiency; there are product, "
+    ):
         changed(Efficiencies(), {"produkt": 1})
 
 

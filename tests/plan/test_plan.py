@@ -53,7 +53,9 @@ def test_machines_of_which_nothing_is_known_are_refused():
 def test_the_cure_for_cpus_with_a_recipe_for_gpus_works():
     on_cpus = Cluster(accelerator="cuda", device="cpu", per_node=8)
     cure = "try cluster=h100, or add cluster.accelerator=cpu"
-    assert refusal(for_planning, planned(cluster=on_cpus)).endswith(f"is no GPU, and cluster.accelerator=cuda; {cure}")
+    assert refusal(for_planning, planned(cluster=on_cpus)).endswith(
+        f"is not a GPU, and cluster.accelerator=cuda; {cure}"
+    )
     cured = dataclasses.replace(on_cpus, accelerator="cpu")
     assert plan(for_planning(planned(world=2, batch=2, seq_len=256, cluster=cured)), top=1).best
 

@@ -262,6 +262,12 @@ def test_a_single_rank_has_no_communication():
     assert parts["optimizer"] == pytest.approx(expected, rel=1e-4)
 
 
+def merge_for_nothing(monkeypatch):
+    """The merges of partial results of context parallelism take no time."""
+    for constant in ("_RING_ENDS", *(name for name in vars(block_time) if name.startswith("_MERGE"))):
+        monkeypatch.setattr(block_time, constant, 0)
+
+
 def test_merges_of_a_ring_take_time(monkeypatch):
     """By hand: bytes of the last rank of eight for one block, in eager mode."""
     recipe = made(context=8, batch=1, seq_len=8192)
@@ -271,15 +277,7 @@ def test_merges_of_a_ring_take_time(monkeypatch):
     forward = queries * (12 + 18 * 7.5) / eager + 8 * 7.5 * machine.efficiencies.launch_seconds
     back = (queries * (12 + 10 * 7.5) + keys * 18 * 7.5) / eager + 10 * 7.5 * machine.efficiencies.launch_seconds
     whole = model_time(recipe, machine).whole
-    for constant in (
-        "_RING_ENDS",
-        "_MERGE",
-        "_MERGE_QUERIES",
-        "_MERGE_KEYS",
-        "_MERGE_KERNELS",
-        "_MERGE_BACKWARD_KERNELS",
-    ):
-        monkeypatch.setattr(block_time, constant, 0)
+    merge_for_nothing(monkeypatch)
     free = model_time(recipe, machine_of(recipe)).whole
     assert whole.context_forward - free.context_forward == pytest.approx(32 * forward)
     assert whole.context_backward - free.context_backward == pytest.approx(32 * back)
@@ -304,15 +302,7 @@ def test_short_chunks_leave_multiprocessors_idle():
 
 
 def test_a_ring_shows_only_what_attention_does_not_hide(monkeypatch):
-    for constant in (
-        "_RING_ENDS",
-        "_MERGE",
-        "_MERGE_QUERIES",
-        "_MERGE_KEYS",
-        "_MERGE_KERNELS",
-        "_MERGE_BACKWARD_KERNELS",
-    ):
-        monkeypatch.setattr(block_time, constant, 0)
+    merge_for_nothing(monkeypatch)
     short = made(context=8, batch=1, seq_len=8192, cluster={"link_gb_per_second": 20})
     long = made(context=8, batch=1, seq_len=8192 * 64, cluster={"link_gb_per_second": 20})
     assert step_time(short, machine_of(short)).parts["context"] > 0

@@ -46,8 +46,8 @@ _RING_ENDS, _MERGE, _MERGE_KERNELS = 12, 18, 8
 # Backward: for a hop the addition to the queries' gradient in float32; for keys and values each zeros, the addition of
 # the kernel's gradients to them, and that of the gradients of other ranks in float32.
 _MERGE_QUERIES, _MERGE_KEYS, _MERGE_BACKWARD_KERNELS = 10, 18, 10
-# Rows of queries that one multiprocessor computes at once, and multiprocessors of a device: 108 of an A100, 132 of an
-# H100, 148 of a B200. Fewer tiles of rows leave some of them idle.
+# Rows of queries that one multiprocessor computes at once, and multiprocessors of an H100, which stands for all devices
+# (an A100 has 108, a B200 148). Fewer tiles of rows leave some of them idle.
 _QUERY_TILE, _MULTIPROCESSORS = 128, 132
 # Kernels read the gradient and the saved inputs, and write a gradient: twice the forward pass.
 _POINTWISE_BACKWARD = 2.0
@@ -496,13 +496,9 @@ class _Shaped:
         the merges of partial results.
         """
         sent = self._seconds(add_context, "context", self.step, Coordinate(), (self.facts.block,))
-        if self.recipe.parallelism.context_method != "ring":
-            forward, back = self._merges()
-            return sent / 3 + forward, sent * 2 / 3 + back
+        ranks, (attention, backward), (forward, back) = self.layout.context, self.ring, self._merges()
+        hidden = (ranks - 1) / ranks if self.recipe.parallelism.context_method == "ring" else 0.0
         # One of three transfers is in the forward pass; the backward sends keys, values and their gradients.
-        ranks = self.layout.context
-        hidden, (attention, backward) = (ranks - 1) / ranks, self.ring
-        forward, back = self._merges()
         return max(0.0, sent / 3 - attention * hidden) + forward, max(0.0, sent * 2 / 3 - backward * hidden) + back
 
     def _merges(self) -> tuple[float, float]:

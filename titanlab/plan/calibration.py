@@ -184,13 +184,13 @@ def _figures(row: Mapping[str, Any]) -> tuple[dict[str, float], list[MeasuredCol
     collectives = []
     for name, value in figures.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ConfigError(KEY, value, f"is no figure of {name}", "measure again")
+            raise ConfigError(KEY, value, f"is not a figure of {name}", "measure again")
         if name.startswith(names.COLLECTIVE):
             try:
                 group, ranks, kind, size = name.removeprefix(names.COLLECTIVE).split()
                 collectives.append(MeasuredCollective(group, int(ranks), kind, int(size), value))
             except ValueError:
-                raise ConfigError(KEY, name, "is no name of a collective", "measure again") from None
+                raise ConfigError(KEY, name, "is not the name of a collective", "measure again") from None
     return figures, collectives
 
 
@@ -248,7 +248,7 @@ def calibrate(runs: Sequence[Measured]) -> Calibration:
     for run in runs:
         for value, what in ((run.step_seconds, "time of a step"), (run.memory_bytes, "memory")):
             if value is not None and not 0 < value < math.inf:
-                raise ConfigError(_RUNS, value, f"is no {what} of {run.name}", "leave the run out")
+                raise ConfigError(_RUNS, value, f"is not a possible {what} of {run.name}", "leave the run out")
     first, *others = {repr(run.recipe.cluster): run for run in runs}.values()
     if others:
         rule = f"{first.name} and {others[0].name} have different clusters, and a calibration is of one"

@@ -86,7 +86,7 @@ def changed(base: Efficiencies, values: Mapping[str, Any]) -> Efficiencies:
     """
     for name, value in values.items():
         if name not in LIMITS:
-            raise ConfigError(f"{KEY}.{name}", value, "is no efficiency", f"there are {', '.join(LIMITS)}")
+            raise ConfigError(f"{KEY}.{name}", value, "is not an efficiency", f"there are {', '.join(LIMITS)}")
     return dataclasses.replace(base, **values)
 
 
@@ -278,7 +278,7 @@ def machine_of(recipe: Recipe) -> Machine:
     link = cluster.link_gb_per_second or device.link_gb_per_second
     network = cluster.network_gb_per_second or (link if is_cpu else None) or _NETWORK
     # A CPU is its own host: the rates of its operators have the calls in them.
-    shares = changed(fitted(), dict.fromkeys(HOST, 0.0)) if is_cpu else fitted()
+    efficiencies = changed(fitted(), dict.fromkeys(HOST, 0.0)) if is_cpu else fitted()
     capability = None if is_cpu else hardware.compute_capability(device.words)
     if is_cpu:
         attention = dict.fromkeys((FORWARD, BACKWARD), peaks["float32"])
@@ -309,7 +309,7 @@ def machine_of(recipe: Recipe) -> Machine:
         link_bytes_per_second=(link or network) * 1e9,
         network_bytes_per_second=network * 1e9,
         **seconds,
-        efficiencies=changed(shares, cluster.efficiencies),
+        efficiencies=changed(efficiencies, cluster.efficiencies),
         allocator_excess=cluster.allocator_excess or (1.0 if is_cpu else allocator_excess()),
         message_excess=cluster.message_excess or 0.0,
         process_bytes=(cluster.process_gb or (_CPU_PROCESS if is_cpu else 0.0)) * 1e9,

@@ -181,7 +181,7 @@ class RecipeRanking:
     def _may_reduce_each(self, recipe: Recipe) -> bool:
         """Whether the planner may reduce a recipe's gradients after each microbatch: as `auto`, in no pipeline."""
         is_open = self.space.recipe.parallelism.reduce_gradients == "auto"
-        return is_open and recipe.microbatches > 1 == recipe.layout.pipeline
+        return is_open and recipe.microbatches > 1 and recipe.layout.pipeline == 1
 
     def _in_order(self) -> Iterator[Ranked]:
         counter = itertools.count()

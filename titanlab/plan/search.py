@@ -67,11 +67,12 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         recipe = dataclasses.replace(recipe, cluster=cluster)
     cluster = recipe.cluster
     if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
-        rule, known = "names no GPU, and a plan is for machines whose facts are known", "name one, such as cluster=h100"
+        rule, cure = "names no GPU, and a plan is for machines whose facts are known", "name one, such as cluster=h100"
         if cluster.device == "cpu":
             # A recipe for GPUs says so after the cluster has been chosen.
-            rule, known = "is no GPU, and cluster.accelerator=cuda", "try cluster=h100, or add cluster.accelerator=cpu"
-        raise ConfigError("cluster.device", cluster.device, rule, known)
+            rule = "is not a GPU, and cluster.accelerator=cuda"
+            cure = "try cluster=h100, or add cluster.accelerator=cpu"
+        raise ConfigError("cluster.device", cluster.device, rule, cure)
     if not stands:
         world = recipe.world
         if world is None:
@@ -250,11 +251,8 @@ class WholeModel:
 
 
 def whole_model(recipe: Recipe) -> WholeModel:
-    account, stored = (
-        model_facts(recipe.model).account,
-        stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1),
-    )
-    per_token, whole = training_flops_per_token(account, seq_len=recipe.training.seq_len), added(stored.values())
+    whole = added(stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1).values())
+    per_token = training_flops_per_token(model_facts(recipe.model).account, seq_len=recipe.training.seq_len)
     return WholeModel(
         step_flops=per_token * recipe.tokens_per_step,
         model_bytes=whole.parameters,

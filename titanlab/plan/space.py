@@ -274,7 +274,7 @@ class LayoutSpace:
         """The rule that every point of a layout breaks; empty: none is known."""
         batch = self.recipe.training.global_batch
         if batch % layout.data:
-            return f"training.global_batch={batch} is no multiple of the data-parallel processes"
+            return f"training.global_batch={batch} is not a multiple of the data-parallel processes"
         within = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
         rule: str = (
             self._context_broken(layout.context)
