@@ -97,7 +97,10 @@ def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
     if args.json:
         console.note(json_text({name: search.plan_values(each) for name, each in plans.items()}))
     else:
-        lines = [line for each in plans.values() for line in (search.title(each), *each.ranking.machine.notes)]
+        lines = []
+        for name, each in plans.items():
+            lines += [f"{name}: {search.title(each)}", *each.ranking.machine.notes]
+        lines += search.not_priced(recipe)
         lines += aligned(("cluster", *search.HEADINGS[1:]), search.machine_rows(plans), right=search.FIGURES)
         for name, each in plans.items():
             if each.best:
