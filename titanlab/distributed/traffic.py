@@ -140,7 +140,7 @@ class _Tracer(TorchDispatchMode):
             # Functional collectives have no output argument.
             size = _bytes_of_first(arguments, _INPUTS) * group.size()
         elif kind == "all_to_all" and arguments.get("input_split_sizes"):
-            # Of unequal parts, a rank keeps one of its own input.
+            # The parts are unequal: the rank keeps this one of its own input.
             own = int(arguments["input_split_sizes"][group.rank()]) * arguments["input"][:1].nbytes
         self._note(self._axes.get(group.group_name, "other"), kind, size, ranks=group.size(), own=own)
 

@@ -241,7 +241,7 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
         cast, launches = product.eager_cast_bytes, float(product.eager_cast_kernels)
         if part.fused:
             cast, launches = product.cast_bytes, product.cast_kernels / 2
-        # Of what tensor parallelism gathers, each rank casts its part.
+        # Each rank casts only its part of what tensor parallelism gathers.
         inputs, gradients = (share.tensor if part.casts_part and dim == cut else 1 for cut in (0, 1))
         weights = 0 if f"{path}.weight" in part.cast_weights else inner * columns
         values = (rows * inner * casts_input / inputs + weights) * cast / 2
