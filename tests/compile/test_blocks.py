@@ -65,7 +65,7 @@ def row(name, functions, **given):
     return pytest.param(given, functions, id=name, marks=layer)
 
 
-LOSS, PARTS = {"loss_sum": 1}, {"_own": 1, "_whole": 1, "_slope_of_own": 1}
+LOSS, PARTS = {"loss_sum": 1}, {"_statistics": 1, "_slope": 1}
 WHOLE, SPLIT = {"forward": 1, **LOSS}, {"forward": 1, **PARTS}
 AGAIN, IN_PART = {"recomputed_forward": 1}, {"partly_recomputed_forward": 1}
 INTERLEAVED = {"pipeline": 2, "layers": 6, "microbatch": 2}
