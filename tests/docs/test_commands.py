@@ -154,7 +154,7 @@ def wrong_as_typed(reader, command: Command) -> str:
 
 @functools.cache
 def help_of(verb: str) -> str:
-    """What `titanlab VERB --help` prints."""
+    """What `titanlab VERB --help` prints; of an empty verb, `titanlab --help`."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         main([*verb.split(), "--help"])
@@ -164,12 +164,13 @@ def help_of(verb: str) -> str:
 def wrong_by_name(text: str) -> str:
     """Check that a verb in the text exists and has the flag."""
     words = text.split()
-    if words[1] not in VERBS.split():
+    verb = "" if words[1].startswith("-") else words[1]
+    if verb and verb not in VERBS.split():
         return "is not a verb"
-    said = help_of(words[1])
-    flags = [word for word in words[2:] if word.startswith("-")]
+    said = help_of(verb)
+    flags = [word for word in words[1:] if word.startswith("-")]
     missing = [flag for flag in flags if not re.search(rf"(?<![\w-]){flag}\b", said)]
-    return f"titanlab {words[1]} has no {missing[0]}" if missing else ""
+    return f"{' '.join(['titanlab', *verb.split()])} has no {missing[0]}" if missing else ""
 
 
 def wrong_elsewhere(text: str) -> str:
