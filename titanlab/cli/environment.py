@@ -25,7 +25,6 @@ from titanlab.records import RunFolder, collect, find_run
 from titanlab.sweep import (
     NAME,
     RecordedCode,
-    aligned,
     composable,
     composed_now,
     config_differences,
@@ -36,7 +35,7 @@ from titanlab.sweep import (
     restore,
     write_config,
 )
-from titanlab.system import FAIL, OK, WARN, Console, harmless, shown_path, user_path
+from titanlab.system import FAIL, OK, WARN, Console, aligned, harmless, shown_path, user_path
 
 _COLOURS = {OK: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[31m"}
 _NAME_WIDTH = 18

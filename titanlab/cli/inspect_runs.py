@@ -40,8 +40,7 @@ from titanlab.records import (
     timed,
     timed_from_end,
 )
-from titanlab.sweep import aligned
-from titanlab.system import Console, data_size, duration, harmless, shown_path, user_path
+from titanlab.system import Console, aligned, data_size, duration, harmless, shown_path, user_path
 
 _POLL_SECONDS = 0.5
 _MOST_NAMED = 6

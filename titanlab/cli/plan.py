@@ -26,8 +26,7 @@ from titanlab.plan import (
 )
 from titanlab.plan.space import VARIED
 from titanlab.recipe import Recipe, read_flags
-from titanlab.sweep import aligned
-from titanlab.system import Console, counted, grouped
+from titanlab.system import Console, aligned, counted, grouped
 from titanlab.techniques.schedule import plot
 
 # How many recipes a table shows.

@@ -39,8 +39,8 @@ from titanlab.prove import (
 )
 from titanlab.recipe import Recipe, check_unedited, conf_folder, from_mapping, read_flags, resolve
 from titanlab.records import NoSuchRun, OutcomeKind, RunFolder, find_run
-from titanlab.sweep import COMMAND_LINE, SINGLE, SweepFolder, aligned, open_sweep, plan_study
-from titanlab.system import Console, counted, shown_path, user_path
+from titanlab.sweep import COMMAND_LINE, SINGLE, SweepFolder, open_sweep, plan_study
+from titanlab.system import Console, aligned, counted, shown_path, user_path
 
 if TYPE_CHECKING:
     from titanlab.prove import TrainingTrace

@@ -16,8 +16,7 @@ from typing import Any
 
 from titanlab.errors import ConfigError
 from titanlab.options import discover
-from titanlab.sweep import aligned
-from titanlab.system import Console, counted, harmless, is_capable
+from titanlab.system import Console, aligned, counted, harmless, is_capable
 from titanlab.techniques.schedule.action import Kind, Timeline
 from titanlab.techniques.schedule.contract import PipelineSchedule, timeline_of
 from titanlab.techniques.schedule.csv_schema import write_actions

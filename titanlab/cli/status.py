@@ -25,7 +25,6 @@ from titanlab.sweep import (
     Screen,
     Survey,
     SweepFolder,
-    aligned,
     cached,
     failure_text,
     find_run_or_sweep,
@@ -36,7 +35,7 @@ from titanlab.sweep import (
     remove_item,
     row_details,
 )
-from titanlab.system import Console, counted, data_size, shown_path, user_path
+from titanlab.system import Console, aligned, counted, data_size, shown_path, user_path
 
 
 def status_verb(args: Namespace) -> int:

@@ -32,6 +32,7 @@ from titanlab.costs import (
 from titanlab.plan.machine import Machine
 from titanlab.plan.pipeline_time import shorter
 from titanlab.plan.stages import (
+    Seen,
     actions_of,
     block_operations,
     edge_operations,
@@ -99,45 +100,89 @@ def memory(recipe: Recipe) -> tuple[RankMemory, ...]:
     Raises:
         ConfigError: the pipeline's split or schedule does not fit the model or the batch.
     """
-    layout, schedule, account = recipe.layout, recipe.schedule, model_facts(recipe.model).account
-    share, hidden = share_of(recipe), message_bytes(recipe)
-    shape = (recipe.model, share, recipe.microbatch, recipe.training.seq_len)
+    return tuple(_largest(recipe, _activations(recipe)))
+
+
+def most_memory(recipe: Recipe) -> RankMemory:
+    fullest: dict[object, RankActivations] = {}
+    for own in _activations(recipe):
+        if own.kept > fullest.setdefault(own.alike, own).kept:
+            fullest[own.alike] = own
+    return max(_largest(recipe, fullest.values()), key=lambda rank: rank.allocated)
+
+
+class RankActivations(NamedTuple):
+    """What a rank keeps of its microbatches.
+
+    Attributes:
+        kept: the largest number of bytes of activations at one time.
+        pieces: of its stages.
+        blocks: of its stages.
+        alike: equal for ranks with pieces that are alike. A pipeline has few different ones.
+    """
+
+    rank: int
+    kept: int
+    pieces: tuple[str, ...]
+    blocks: tuple[BlockBytes, ...]
+    alike: object
+
+
+def _largest(recipe: Recipe, ranks: Iterable[RankActivations]) -> Iterator[RankMemory]:
+    """The memory of each of the ranks at the moment when it is largest."""
+    known: dict[object, dict[str, dict[str, int]]] = {}
+    for own in ranks:
+        if own.alike not in known:
+            known[own.alike] = _moments(recipe, own)
+        sums = {}
+        for moment, items in known[own.alike].items():
+            items = {**items, "activations": min(own.kept, items["activations"])}
+            sums[moment] = {name: items.get(name, 0) for name in ITEMS}
+        moment = max(sums, key=lambda moment: sum(sums[moment].values()))
+        yield RankMemory(rank=own.rank, moment=moment, items=sums[moment])
+
+
+def _activations(recipe: Recipe) -> tuple[RankActivations, ...]:
+    key = (
+        *(recipe.model, share_of(recipe), recipe.microbatch, recipe.training.seq_len, recipe.microbatches, recipe.ac),
+        *(recipe.schedule, recipe.parallelism.split, recipe.layout.pipeline, recipe.compile.fuses_blocks),
+        recipe.loss_chunk > 0,
+    )
+    return _rank_activations(Seen(key, recipe))
+
+
+@functools.lru_cache(maxsize=16384)
+def _rank_activations(seen: Seen) -> tuple[RankActivations, ...]:
+    recipe = seen.recipe
+    ranks, schedule, account = recipe.layout.pipeline, recipe.schedule, model_facts(recipe.model).account
+    shape = (recipe.model, share_of(recipe), recipe.microbatch, recipe.training.seq_len)
     kinds, kind_of = block_bytes(recipe.ac, *shape, compiled=recipe.compile.fuses_blocks)
     edges, deferred_of = edge_bytes(*shape), deferred_bytes(*shape)
     if recipe.loss_chunk:
         # The forward pass of the loss has already computed the gradient of the head's weight.
         deferred_of = {**deferred_of, account.head: 0}
-    stages = stages_of(recipe.model, schedule, recipe.parallelism.split, layout.pipeline, recipe.training.seq_len)
+    stages = stages_of(recipe.model, schedule, recipe.parallelism.split, ranks, recipe.training.seq_len)
     parts = [parts_of(pieces) for pieces in stages]
     blocks = [[kinds[kind_of[number]] for number in part.blocks] for part in parts]
     saved, deferred = [], []
     for number, (own, part) in enumerate(zip(blocks, parts, strict=True)):
         # The output of a stage is kept until its gradient comes.
-        output = hidden if number < len(parts) - 1 else 0
+        output = message_bytes(recipe) if number < len(parts) - 1 else 0
         saved.append(output + sum([block.saved for block in own]) + sum([edges.get(piece, 0) for piece in part.edges]))
         deferred.append(len(own) * deferred_of[""] + sum([deferred_of.get(piece, 0) for piece in part.edges]))
-    placement, memories = placement_of(schedule, layout.pipeline), []
-    # Ranks whose stages have pieces that are alike need the same; a pipeline has few different ones.
-    known: dict[object, dict[str, dict[str, int]]] = {}
-    for rank in range(layout.pipeline):
-        numbers = [number for number, owner in enumerate(placement) if owner == rank]
-        kept = _kept(recipe, rank, [saved[number] for number in numbers], [deferred[number] for number in numbers])
-        key = tuple([(*blocks[number], *parts[number].edges) for number in numbers])
-        if key not in known:
-            pieces = [piece for number in numbers for piece in stages[number]]
-            kinds_of_rank = [block for number in numbers for block in blocks[number]]
-            known[key] = _moments(recipe, share, pieces, kinds_of_rank, hidden)
-        sums = {}
-        for moment, items in known[key].items():
-            items = {**items, "activations": min(kept, items["activations"])}
-            sums[moment] = {name: items.get(name, 0) for name in ITEMS}
-        moment = max(sums, key=lambda moment: sum(sums[moment].values()))
-        memories.append(RankMemory(rank=rank, moment=moment, items=sums[moment]))
-    return tuple(memories)
-
-
-def most_memory(recipe: Recipe) -> RankMemory:
-    return max(memory(recipe), key=lambda rank: rank.allocated)
+    stages_by_rank: list[list[int]] = [[] for _ in range(ranks)]
+    for number, rank in enumerate(placement_of(schedule, ranks)):
+        stages_by_rank[rank].append(number)
+    return tuple(
+        RankActivations(
+            rank=rank,
+            kept=_kept(recipe, rank, [saved[number] for number in numbers], [deferred[number] for number in numbers]),
+            pieces=tuple([piece for number in numbers for piece in stages[number]]),
+            blocks=tuple([block for number in numbers for block in blocks[number]]),
+            alike=tuple([(*blocks[number], *parts[number].edges) for number in numbers]),
+        )
+        for rank, numbers in enumerate(stages_by_rank)
+    )
 
 
 def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[int]) -> int:
@@ -161,36 +206,34 @@ def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[in
 
 @functools.lru_cache(maxsize=4096)
 def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> frozenset[tuple[int, ...]]:
-    """The different states of a rank after its actions, in numbers of microbatches; not those with less than before.
+    """The different states of a rank in which it may keep most: after the last of some forward passes, and after each
+    gradient of an input.
 
     A state has for each stage of the rank the microbatches between forward and gradient of the input; then, again by
     stage, those between the two halves of a split backward.
     """
     own = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
-    alive, states = [0] * 2 * len(own), set()
+    places = {stage: place for place, stage in enumerate(own)}
+    alive, states, has_more = [0] * 2 * len(own), set(), False
     for stage, kind, _ in actions_of(schedule, ranks, microbatches)[rank]:
-        place = own.index(stage)
+        place = places[stage]
         if kind is Kind.FORWARD:
             alive[place] += 1
-        elif kind is Kind.WEIGHT:
-            alive[place + len(own)] -= 1
         else:
-            alive[place] -= 1
-            alive[place + len(own)] += kind is Kind.INPUT
-        if kind in (Kind.FORWARD, Kind.INPUT):
-            states.add(tuple(alive))
+            if has_more:
+                states.add(tuple(alive))
+            if kind is Kind.WEIGHT:
+                alive[place + len(own)] -= 1
+            else:
+                alive[place] -= 1
+                alive[place + len(own)] += kind is Kind.INPUT
+        has_more = kind is Kind.FORWARD or kind is Kind.INPUT
     return frozenset(states)
 
 
-def _moments(
-    recipe: Recipe, share: Share, own: Sequence[str], blocks: Sequence[BlockBytes], hidden: int
-) -> dict[str, dict[str, int]]:
-    """The items at each moment of a step that may be the largest, with the most activations of that moment.
-
-    Args:
-        own: pieces of the rank.
-        hidden: bytes of a message between stages.
-    """
+def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]:
+    """The items at each moment of a step that may be the largest, with the most activations of that moment."""
+    share, hidden, own, blocks = share_of(recipe), message_bytes(recipe), rank.pieces, rank.blocks
     layout, config, formats = recipe.layout, recipe.parallelism, recipe.precision.formats()
     fsdp = layout.data_parallelism(mixed=formats.mixed) == "fsdp2"
     pieces = stored_pieces(

@@ -7,7 +7,6 @@ from .clean import cached as cached
 from .clean import remove_item as remove_item
 from .composer import Composer as Composer
 from .listing import RecipeRuns as RecipeRuns
-from .listing import aligned as aligned
 from .listing import dropped as dropped
 from .listing import failure_text as failure_text
 from .listing import groups as groups

@@ -17,7 +17,7 @@ from titanlab.records import STATES, OutcomeKind, RunFolder, list_runs, text_at_
 from titanlab.sweep.reconcile import ACTIVE, close_dead_runs
 from titanlab.sweep.rows import POINT, point_keys
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of
-from titanlab.system import counted, duration, grouped
+from titanlab.system import aligned, counted, duration, grouped
 from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 
 Row = Mapping[str, Any]
@@ -143,31 +143,6 @@ def gaps(rows: Iterable[Row], *, most: int = _GAPS) -> list[str]:
         runs_left = counted(len(lacking) - most, "run")
         lines.append(f"… and {runs_left} more; titanlab sync --rebuild {lacking[0]['sweep']} sees to all of them")
     return lines
-
-
-def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: Iterable[str] = ()) -> list[str]:
-    """Plain lines with aligned columns; columns without text are omitted."""
-    lines = levelled(lines)
-    shown = [place for place in range(len(headings)) if any(line[place] for line in lines)]
-    widths = {place: max(len(line[place]) for line in [headings, *lines]) for place in shown}
-
-    def line_of(texts: Sequence[str]) -> str:
-        parts = [
-            texts[place].rjust(widths[place]) if headings[place] in right else texts[place].ljust(widths[place])
-            for place in shown
-        ]
-        return "  ".join(parts).rstrip()
-
-    return [line_of(headings), *map(line_of, lines)]
-
-
-def levelled(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Add a space to numbers in columns in which others end with a mark, so that the digits are aligned."""
-    marked = {place for line in lines for place, cell in enumerate(line) if cell.endswith("*")}
-    return [
-        [cell + " " if place in marked and cell and not cell.endswith("*") else cell for place, cell in enumerate(line)]
-        for line in lines
-    ]
 
 
 def text(name: str, rows: Sequence[Row], *, now: float) -> str:

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from titanlab.sweep.listing import RecipeRuns, Row, aligned, groups, runs, state_word
+from titanlab.sweep.listing import RecipeRuns, Row, groups, runs, state_word
 from titanlab.sweep.reconcile import ACTIVE
-from titanlab.system import counted, duration, grouped
+from titanlab.system import aligned, counted, duration, grouped
 
 # The probability of a wrong statement, for all statements about one sweep together. The promise is 5 %; the remaining 1
 # % is for noise that is not quite normal.

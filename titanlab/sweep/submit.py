@@ -36,12 +36,12 @@ from titanlab.ranges import plain
 from titanlab.recipe import Recipe, check_all_but_data, check_host_memory, resolve, to_mapping
 from titanlab.records import RunFolder, check_runs, claimed, create_run
 from titanlab.sweep import sweep_folder
-from titanlab.sweep.listing import aligned, dropped
+from titanlab.sweep.listing import dropped
 from titanlab.sweep.reconcile import job_states, reconcile, standing
 from titanlab.sweep.rows import estimate_values, estimated
 from titanlab.sweep.space import SweepPoint, starting_order
 from titanlab.sweep.sweep_folder import SINGLE, SweepFolder, jobs_of
-from titanlab.system import counted, grouped, sweep_argument, trimmed, user_path
+from titanlab.system import aligned, counted, grouped, sweep_argument, trimmed, user_path
 from titanlab.train import has_tracker
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.reconcile import ACTIVE
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system import counted, discard, harmless
+from titanlab.system import counted, discard, harmless, levelled
 
 Look = Callable[[], list[dict[str, Any]]]
 
@@ -167,7 +167,7 @@ def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    lines = listing.levelled([listing.cells(row, now=now) for row in rows])
+    lines = levelled([listing.cells(row, now=now) for row in rows])
     kept = _fitting(lines, columns)
     table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
     for place, width in kept.items():

@@ -45,6 +45,7 @@ from .text import FAIL as FAIL
 from .text import OK as OK
 from .text import WARN as WARN
 from .text import Finding as Finding
+from .text import aligned as aligned
 from .text import counted as counted
 from .text import data_size as data_size
 from .text import duration as duration
@@ -52,6 +53,7 @@ from .text import fail as fail
 from .text import grouped as grouped
 from .text import harmless as harmless
 from .text import harmless_lines as harmless_lines
+from .text import levelled as levelled
 from .text import ok as ok
 from .text import short as short
 from .text import short_span as short_span

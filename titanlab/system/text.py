@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,3 +160,28 @@ def warn(name: str, text: str, hint: str) -> Finding:
 
 def fail(name: str, text: str, hint: str) -> Finding:
     return Finding(name=name, state=FAIL, text=text, hint=hint)
+
+
+def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: Iterable[str] = ()) -> list[str]:
+    """Plain lines with aligned columns; columns without text are omitted."""
+    lines = levelled(lines)
+    shown = [place for place in range(len(headings)) if any(line[place] for line in lines)]
+    widths = {place: max(len(line[place]) for line in [headings, *lines]) for place in shown}
+
+    def line_of(texts: Sequence[str]) -> str:
+        parts = [
+            texts[place].rjust(widths[place]) if headings[place] in right else texts[place].ljust(widths[place])
+            for place in shown
+        ]
+        return "  ".join(parts).rstrip()
+
+    return [line_of(headings), *map(line_of, lines)]
+
+
+def levelled(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Add a space to numbers in columns in which others end with a mark, so that the digits are aligned."""
+    marked = {place for line in lines for place, cell in enumerate(line) if cell.endswith("*")}
+    return [
+        [cell + " " if place in marked and cell and not cell.endswith("*") else cell for place, cell in enumerate(line)]
+        for line in lines
+    ]
