@@ -134,12 +134,12 @@ def _largest(recipe: Recipe, ranks: Iterable[RankActivations]) -> Iterator[RankM
     for own in ranks:
         if own.alike not in known:
             known[own.alike] = _moments(recipe, own)
-        sums = {}
-        for moment, items in known[own.alike].items():
-            items = {**items, "activations": min(own.kept, items["activations"])}
-            sums[moment] = {name: items.get(name, 0) for name in ITEMS}
-        moment = max(sums, key=lambda moment: sum(sums[moment].values()))
-        yield RankMemory(rank=own.rank, moment=moment, items=sums[moment])
+        moments, most = known[own.alike], dict[str, int]()
+        for moment, items in moments.items():
+            most[moment] = sum(items.values()) - max(0, items["activations"] - own.kept)
+        moment = max(most, key=most.__getitem__)
+        items = {**moments[moment], "activations": min(own.kept, moments[moment]["activations"])}
+        yield RankMemory(rank=own.rank, moment=moment, items={name: items.get(name, 0) for name in ITEMS})
 
 
 def _activations(recipe: Recipe) -> tuple[RankActivations, ...]:
@@ -157,7 +157,7 @@ def _rank_activations(seen: Seen) -> tuple[RankActivations, ...]:
     ranks, schedule, account = recipe.layout.pipeline, recipe.schedule, model_facts(recipe.model).account
     shape = (recipe.model, share_of(recipe), recipe.microbatch, recipe.training.seq_len)
     kinds, kind_of = block_bytes(recipe.ac, *shape, compiled=recipe.compile.fuses_blocks)
-    edges, deferred_of = edge_bytes(*shape), deferred_bytes(*shape)
+    edges, deferred_of, hidden = edge_bytes(*shape), deferred_bytes(*shape), message_bytes(recipe)
     if recipe.loss_chunk:
         # The forward pass of the loss has already computed the gradient of the head's weight.
         deferred_of = {**deferred_of, account.head: 0}
@@ -167,7 +167,7 @@ def _rank_activations(seen: Seen) -> tuple[RankActivations, ...]:
     saved, deferred = [], []
     for number, (own, part) in enumerate(zip(blocks, parts, strict=True)):
         # The output of a stage is kept until its gradient comes.
-        output = message_bytes(recipe) if number < len(parts) - 1 else 0
+        output = hidden if number < len(parts) - 1 else 0
         saved.append(output + sum([block.saved for block in own]) + sum([edges.get(piece, 0) for piece in part.edges]))
         deferred.append(len(own) * deferred_of[""] + sum([deferred_of.get(piece, 0) for piece in part.edges]))
     stages_by_rank: list[list[int]] = [[] for _ in range(ranks)]
@@ -469,9 +469,7 @@ def block_bytes(
     ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int, *, compiled: bool = False
 ) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
     """The different blocks, and for each block its index in them."""
-    block: Sequence[Operation] = block_operations(model, microbatch, seq_len)
-    if compiled:
-        block = as_compiled(block)
+    block = (_compiled_operations if compiled else block_operations)(model, microbatch, seq_len)
     first, kind_of = treatments(ac, model_facts(model).account.layers)
     kinds = []
     for number in first:
@@ -480,6 +478,11 @@ def block_bytes(
         again = max(0, share.bytes_of(kept_activations(block)) - saved) if ac.recomputed(block, number=number) else 0
         kinds.append(BlockBytes(saved, again))
     return tuple(kinds), kind_of
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled_operations(model: ModelConfig, microbatch: int, seq_len: int) -> tuple[Operation, ...]:
+    return tuple(as_compiled(block_operations(model, microbatch, seq_len)))
 
 
 def as_compiled(block: Sequence[Operation]) -> list[Operation]:

@@ -73,24 +73,27 @@ class RankTime(NamedTuple):
     own: PieceTime
     whole: PieceTime
 
-    @property
-    def time(self) -> StageTime:
-        return StageTime(self.whole.ahead, self.whole.back - self.whole.weights, self.whole.weights)
 
-
-@functools.lru_cache(maxsize=16384)
 def rank_stages(
     times: ModelTime, schedule: PipelineSchedule, split: tuple[Any, ...] | None, ranks: int
 ) -> tuple[RankTime, Stages | None]:
     """The stages of the rank that computes longest; and all stages, None without a pipeline."""
     if ranks == 1:
         return _stage(times, times.kind_of, tuple(times.edges)), None
-    placement = placement_of(schedule, ranks)
-    pieces = map(parts_of, stages_of(times.model, schedule, split, ranks, times.seq_len))
-    # The order of blocks changes no sum.
-    stages = [_stage(times, tuple(sorted([times.kind_of[block] for block in own.blocks])), own.edges) for own in pieces]
-    pipeline = Stages([stage.time for stage in stages], placement)
-    own = [stage for stage, rank in zip(stages, placement, strict=True) if rank == pipeline.busiest]
+    stages = stages_of(times.model, schedule, split, ranks, times.seq_len)
+    return _placed_stages(times, placement_of(schedule, ranks), stages)
+
+
+@functools.lru_cache(maxsize=16384)
+def _placed_stages(
+    times: ModelTime, placement: tuple[int, ...], pieces: tuple[tuple[str, ...], ...]
+) -> tuple[RankTime, Stages]:
+    kinds = _stage_kinds(pieces, times.kind_of)
+    # Most stages are alike.
+    known = {kind: _stage(times, *kind) for kind in set(kinds)}
+    seconds = {kind: _seconds(stage.whole) for kind, stage in known.items()}
+    pipeline = Stages([seconds[kind] for kind in kinds], placement)
+    own = [known[kind] for kind, rank in zip(kinds, placement, strict=True) if rank == pipeline.busiest]
     busiest = RankTime(
         blocks=sum(stage.blocks for stage in own),
         edges=tuple(name for stage in own for name in stage.edges),
@@ -98,6 +101,18 @@ def rank_stages(
         whole=added_times([stage.whole for stage in own]),
     )
     return busiest, pipeline
+
+
+@functools.lru_cache(maxsize=1024)
+def _stage_kinds(
+    pieces: tuple[tuple[str, ...], ...], kind_of: tuple[int, ...]
+) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
+    """For each stage the kinds of its blocks, sorted because their order changes no sum; and its other pieces."""
+    return tuple((tuple(sorted(map(kind_of.__getitem__, own.blocks))), own.edges) for own in map(parts_of, pieces))
+
+
+def _seconds(whole: PieceTime) -> StageTime:
+    return StageTime(whole.ahead, whole.back - whole.weights, whole.weights)
 
 
 @functools.lru_cache(maxsize=16384)

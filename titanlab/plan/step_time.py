@@ -163,7 +163,8 @@ def _add_data_parallel(
             parts["replicate"] += exposed(stage.whole.back, summing * (1 - 1 / buckets), machine) + summing / buckets
         return
     # Each unit counts once, and the pipeline is the outermost axis: its degree changes nothing.
-    seen = Seen((recipe.model, recipe.precision, replace(layout, pipeline=1)), recipe)
+    degrees = (layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert)
+    seen = Seen((recipe.model, recipe.precision, *degrees), recipe)
     block, edges = _sharding(seen, machine, (facts.block,)), _sharding(seen, machine, stage.edges)
     ahead, back = stage.own.ahead / max(1, blocks), stage.own.back / max(1, blocks)
     freed, kept = freed_and_kept(blocks, reshards=recipe.parallelism.frees_after_forward)
