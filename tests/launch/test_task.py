@@ -38,7 +38,8 @@ def rows(run):
 BOTH = pytest.mark.parametrize(("launcher", "tasks"), [("nohup", 2), ("local", 1)])
 
 
-@BOTH
+# A job of one task that trains: test_one_that_is_cancelled_saves_and_says_who_asked.
+@pytest.mark.parametrize(("launcher", "tasks"), [("nohup", 2), pytest.param("local", 1, marks=pytest.mark.full)])
 def test_two_ranks_train_one_run(jobs, launcher, tasks):
     run = jobs.run(2, launcher=launcher, steps=3)
     codes, said = ended(jobs.start(run, tasks))
@@ -88,7 +89,7 @@ def test_a_job_of_this_host_goes_on_after_a_signal_and_a_lost_rank(jobs):
     assert (run.attempts(), run.restarts()) == ([1, 2, 3], 1)
 
 
-@pytest.mark.parametrize("launcher", ["nohup", "local"])
+@pytest.mark.parametrize("launcher", [pytest.param("nohup", marks=pytest.mark.full), "local"])
 def test_one_that_is_cancelled_saves_and_says_who_asked(jobs, launcher):
     run = jobs.run(1, launcher=launcher, steps=2000, seconds=0.05)
     ranks = jobs.start(run, 1)
@@ -115,11 +116,10 @@ def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits(jobs):
     assert result.cause.startswith(f"step 6 did not end within 5 s: {reason}")
 
 
-@pytest.mark.parametrize("launcher", ["nohup", pytest.param("local", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "gibibytes",
-    [pytest.param(0.7, id="at the import of torch", marks=pytest.mark.full), pytest.param(1.5, id="in a step")],
-)
+# What the log of such a rank says is read in test_watch.py.
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", [pytest.param("nohup", marks=pytest.mark.covering), "local"])
+@pytest.mark.parametrize("gibibytes", [0.7, 1.5], ids=["at the import of torch", "in a step"])
 def test_one_without_memory(jobs, gibibytes, launcher):
     run = jobs.run(1, launcher=launcher, steps=4, fault="memory", step=3)
     codes, said = ended(jobs.start(run, 1, preamble=f"ulimit -v {int(gibibytes * 2**20)}", OMP_NUM_THREADS="1"))

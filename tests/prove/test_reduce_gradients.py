@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from tests.cover import marks
 from tests.prove.parity_rows import Row
 from tests.prove.test_experts import MODELS
 from titanlab.prove import tolerances
 from titanlab.prove.parity import compare
 
-# Also in `make test`: replicas, and a pipeline.
-ALWAYS = [
+# `make test` holds rows that reduce each microbatch to one process: parity_rows.py.
+COVERING = [
     Row({"replicate": 2, "shard": 2, "microbatch": 1}, "gaps in the labels"),
     Row({"pipeline": 2, "shard": 2, "loss_chunk": 24}, "gaps in the labels"),
 ]
 ROWS = [
-    *ALWAYS,
+    *COVERING,
     Row({"shard": 2, "microbatch": 1}, "clipped"),
     Row({"shard": 4, "microbatch": 1, "cpu_offload": True, "reshard_after_forward": "never"}),
     Row({"replicate": 2, "microbatch": 1}, "gaps in the labels"),
@@ -41,7 +42,7 @@ ROWS = [
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=f"{row.kind}: {row.layout.label}", marks=() if row in ALWAYS else pytest.mark.full)
+        pytest.param(row, id=f"{row.kind}: {row.layout.label}", marks=marks(row, always=(), covering=COVERING))
         for row in ROWS
     ],
 )

@@ -25,7 +25,6 @@ from titanlab.techniques.compile.compiler import RECOMPILATIONS
 STEPS = 8
 STOP = 3
 BAR = 1e-5
-LAYOUTS = [{}, {"shard": 2}]
 SINGLE_AND_FSDP = [pytest.param({}, id="single"), pytest.param({"shard": 2}, id="fsdp", marks=pytest.mark.full)]
 
 
@@ -97,7 +96,8 @@ def same_bits(one, other):
 @pytest.mark.parametrize(
     "layout",
     [
-        *(pytest.param(layout, id=name) for layout, name in zip(LAYOUTS, ("single", "fsdp"), strict=True)),
+        pytest.param({}, id="single", marks=pytest.mark.full),
+        pytest.param({"shard": 2}, id="fsdp"),
         pytest.param({"pipeline": 2, "tensor": 2, "microbatch": 3}, id="pipeline-tensor", marks=pytest.mark.full),
         pytest.param({"shard": 2, "context": 2}, id="fsdp-context", marks=pytest.mark.full),
         pytest.param({"replicate": 4}, id="ddp", marks=pytest.mark.full),
