@@ -244,15 +244,6 @@ def begun(made, run):
     return observer.begun, observer.trace
 
 
-def test_float8_starts_from_fp32s_parameters(pool, tmp_path):
-    values = []
-    for number, (config, layout) in enumerate([(tiny.Fp32(), {}), (Float8Tensorwise(), {"shard": 2})]):
-        made = tiny.recipe(tmp_path, name=f"run-{number}", precision=config, steps=2, **layout)
-        values.append(pool.run(made.world, begun, made, tiny.begin(made))[0][0])
-    assert same_bits(*values)
-    assert all(type(each) is torch.Tensor for each in values[1].values())
-
-
 RESUMES = [
     (Float8Tensorwise(), {"shard": 2}, Float8Tensorwise(), {"tensor": 2}),
     (Float8Tensorwise(), {"shard": 2, "tensor": 2}, Bf16(), {}),
