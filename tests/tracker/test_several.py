@@ -41,6 +41,9 @@ def losses_of_tensorboard(run):
     return [(row.step, row.value) for row in events.Scalars("loss")]
 
 
+# Each by itself, and what one that raises costs the other, are in `make test`.
+@pytest.mark.full
+@pytest.mark.covering
 def test_each_has_all_rows_and_a_record(run):
     told = []
     tracker = open_tracker(both(), run, warn=told.append)
