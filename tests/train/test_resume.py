@@ -20,6 +20,7 @@ from titanlab.data.schema import Files, HuggingFace
 from titanlab.prove import TrainingTrace, parity
 from titanlab.records import OutcomeKind, RunFolder
 from titanlab.techniques.compile.compiler import RECOMPILATIONS
+from titanlab.techniques.precision.float8_schema import Float8Tensorwise
 
 STEPS = 8
 STOP = 3
@@ -66,7 +67,7 @@ def straight(pool, tmp_path_factory):
     known = {}
 
     def train(**layout):
-        key = tuple(sorted(layout.items()))
+        key = str(layout)
         if key not in known:
             made = tiny.recipe(folder, name=f"run-{len(known)}", steps=STEPS, data=Planted(), **layout)
             known[key] = pool.run(made.world, attempt, made, tiny.begin(made))
@@ -101,6 +102,10 @@ def same_bits(one, other):
         pytest.param({"shard": 2, "context": 2}, id="fsdp-context", marks=pytest.mark.full),
         pytest.param({"replicate": 4}, id="ddp", marks=pytest.mark.full),
         pytest.param({"replicate": 2, "shard": 2}, id="hsdp", marks=pytest.mark.full),
+        # Scales are computed before the first step, too.
+        pytest.param(
+            {"shard": 2, "precision": Float8Tensorwise()}, id="float8", marks=[pytest.mark.full, pytest.mark.covering]
+        ),
     ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(pool, straight, tmp_path, layout):
