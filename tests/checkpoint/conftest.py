@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.checkpoint.targets import ALONE, trained
+from tests.checkpoint.one_process import ALONE
+from tests.checkpoint.targets import trained
 from tests.object_store.running import running
 from titanlab.checkpoint import Target
 

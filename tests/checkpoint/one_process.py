@@ -14,7 +14,7 @@ ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 def trained(seed=0, size=3):
     """A model and its optimizer after one step."""
     torch.manual_seed(seed)
-    model = nn.Linear(size, 2)
+    model = nn.Linear(size, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     model(torch.ones(1, size)).sum().backward()
     optimizer.step()

@@ -5,22 +5,12 @@ from __future__ import annotations
 import hashlib
 import threading
 
-import torch
-from torch import nn
-
+from tests.checkpoint.one_process import trained as of_size
 from titanlab.checkpoint import Position, store
-from titanlab.distributed import World
-
-ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
 
 
 def trained(seed=0):
-    torch.manual_seed(seed)
-    model = nn.Linear(300, 300)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 300)).sum().backward()
-    optimizer.step()
-    return model, optimizer
+    return of_size(seed, size=300)
 
 
 class Gate:

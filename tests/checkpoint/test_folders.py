@@ -215,32 +215,25 @@ def saved(folder, step):
 
 
 @pytest.mark.parametrize(
-    ("form", "step"),
-    [("{run}", 8), ("{run}/checkpoints", 8), ("{run}/checkpoints/step-00000004", 4), ("{run}/checkpoints/step-4", 4)],
+    ("place", "form", "step"),
+    [
+        *(("", f"{{run}}{rest}", step) for rest, step in (("", 8), ("/checkpoints", 8), ("/checkpoints/step-4", 4))),
+        ("", "{run}/checkpoints/step-00000004", 4),
+        # From within the run: its name was `/`.
+        *[("", ".", 8), ("", "checkpoints/step-8", 8), ("checkpoints", "step-8", 8)],
+    ],
 )
-def test_the_parent_is_named_by_its_sweep_and_folder(run, form, step):
-    found = parent_of(form.format(run=run.path))
-    assert found == {"parent_run": f"single/{run.path.name}", "parent_step": step}
-
-
-@pytest.mark.parametrize(("place", "form"), [("", "."), ("", "checkpoints/step-8"), ("checkpoints", "step-8")])
-def test_a_path_from_within_the_run_names_it_too(run, monkeypatch, place, form):
-    """Its name was `/`."""
+def test_the_parent_is_named_by_its_sweep_and_folder(run, monkeypatch, place, form, step):
     monkeypatch.chdir(run.path / place)
-    assert parent_of(form) == {"parent_run": f"single/{run.path.name}", "parent_step": 8}
+    assert parent_of(form.format(run=run.path)) == {"parent_run": f"single/{run.path.name}", "parent_step": step}
 
 
-def test_a_checkpoint_outside_of_a_run_is_named_by_its_path(tmp_path, monkeypatch):
-    folder = saved(tmp_path / "step-00000003", 3)
-    expected = {"parent_run": str(folder), "parent_step": 3}
-    assert parent_of(str(folder)) == expected
+@pytest.mark.parametrize(("name", "form"), [("step-00000003", "step-3"), ("best-of-three", "best-of-three")])
+def test_a_checkpoint_outside_of_a_run_is_named_by_its_path(tmp_path, monkeypatch, name, form):
+    """A copy has any name."""
+    folder = saved(tmp_path / name, 3)
     monkeypatch.chdir(tmp_path)
-    assert parent_of("step-3") == expected
-
-
-def test_a_copy_of_a_checkpoint_has_any_name(tmp_path):
-    folder = saved(tmp_path / "best-of-three", 3)
-    assert parent_of(str(folder)) == {"parent_run": str(folder), "parent_step": 3}
+    assert parent_of(str(folder)) == parent_of(form) == {"parent_run": str(folder), "parent_step": 3}
 
 
 def test_a_checkpoint_that_is_gone_is_no_error(run, tmp_path):

@@ -1,6 +1,5 @@
 """Files from a stranger in checkpoints, with checksums that fit: nothing is executed or read outside."""
 
-import base64
 import os
 import pickle
 import shutil
@@ -8,9 +7,7 @@ import shutil
 import pytest
 
 from tests import tiny
-from tests.checkpoint.storage import rewritten
 from tests.checkpoint.test_damage import loaded
-from tests.pool import RankFailure
 from titanlab.checkpoint import DamagedCheckpoint, latest, read_contents
 from titanlab.checkpoint.storage import INDEX
 from titanlab.cli import main
@@ -38,20 +35,6 @@ def copied(trained_run, tmp_path):
 @pytest.fixture
 def checkpoint(copied):
     return latest(copied[1].checkpoints)
-
-
-@pytest.mark.parametrize(("state", "is_damage"), [(b"", False), (b"[3, [1, 2], null]", True)])
-def test_a_state_that_is_none_of_a_generator_is_damage_and_an_empty_one_is_none(
-    pool, copied, checkpoint, state, is_damage
-):
-    made, run = copied
-    encoded = base64.b64encode(state).decode()
-    rewritten(checkpoint, lambda content: content["generators"]["0"].update(python=encoded))
-    if not is_damage:
-        assert pool.run(1, loaded, made, tiny.begin(made, run))[0][1] == 2
-        return
-    with pytest.raises(RankFailure, match=r"DamagedCheckpoint: run=.*holds no state of a generator \(\w+\)"):
-        pool.run(1, loaded, tiny.changed(made, steps=3), tiny.begin(made, run))
 
 
 class Payload:

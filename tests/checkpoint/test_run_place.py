@@ -11,7 +11,6 @@ import pytest
 from tests import tiny
 from tests.object_store.running import FOLDER, known
 from tests.object_store.server import Fault
-from tests.pool import RankFailure
 from titanlab.checkpoint import (
     StorePath,
     checkpoints_of,
@@ -208,16 +207,6 @@ def test_the_training_goes_on_after_a_save_that_fails(pool, tmp_path, server, mo
     assert not [name for name in below(server, run) if "step-00000004" in name]
     log = " ".join((run.logs / "rank-0.log").read_text().split())
     assert log.count("the checkpoint of step 4 is not saved: the store cannot be used (emu://") == 1
-
-
-@pytest.mark.parametrize("kind", ["short", "cut"])
-def test_the_last_save_must_succeed(pool, tmp_path, server, kind):
-    made = tiny.recipe(tmp_path, steps=6, every=4, folder=FOLDER)
-    run = tiny.begin(made)
-    server.store.faults = [Fault("PUT", "step-00000006/rank-00000", kind, -1)]
-    with pytest.raises(RankFailure, match="StoreFault"):
-        pool.run(1, as_rank, server.endpoint, made, run)
-    assert steps(run) == [4]
 
 
 def test_a_save_of_a_step_that_is_there_replaces_it_only_when_it_is_complete(tmp_path, server):

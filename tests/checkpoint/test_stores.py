@@ -133,16 +133,6 @@ def test_one_of_two_folders_is_whole_whenever_a_move_ends(server, monkeypatch, d
     assert (True, False) not in states
 
 
-def test_any_range_is_read_in_pieces(server, monkeypatch):
-    file = written()
-    for piece in (BLOCK - 1, 100_000):
-        monkeypatch.setattr(storage, "_PIECE", piece)
-        target = bytearray(BLOCK + 9)
-        with BlockReader(PLACE / "file", file.size, file.checksums) as reader:
-            reader.read_into(2 * BLOCK - 6, memoryview(target))
-        assert target == CONTENT[2 * BLOCK - 6 :]
-
-
 def test_an_object_that_goes_while_it_is_read_is_damage(server):
     file = written()
     with BlockReader(PLACE / "file", file.size, file.checksums) as reader:

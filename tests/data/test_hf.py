@@ -90,12 +90,6 @@ def test_order_for_ranks_and_resumption_at_every_step(config, before, after):
         assert same_end == end
 
 
-def test_a_position_is_kept_when_nothing_was_read_after_resuming(config):
-    _, state = global_steps(changed(config, prefetch=0), ranks=1, steps=3)
-    for ranks in (1, 2):
-        assert global_steps(changed(config, prefetch=0), ranks=ranks, steps=0, state=state)[1] == state
-
-
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_other_columns_may_change_their_type_and_come_and_go(tmp_path, model_file, cache, kind):
     import pyarrow as pa

@@ -272,20 +272,6 @@ def test_tokenised_files_are_the_data_that_files_would_be(corpus, cache, tmp_pat
     assert sorted(each.name for each in tmp_path.iterdir()) == ["cache", "corpus", "made"]
 
 
-def test_tokenises_with_a_tokenizer_that_is_there(corpus, tmp_path, json_file, cache):
-    write_token_shards(str(corpus), tmp_path / "made", tokenizer=str(json_file), report=silent)
-    config = TokenFolder(folder=str(tmp_path / "made"))
-    tokenizer = source.tokenizer(config)
-    assert tokenizer is not None
-    # Its special tokens are named in the file beside it, which has come along.
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
-    json_file.parent.rename(json_file.parent.with_name("moved"))
-    try:
-        assert source.tokenizer(config) is not None
-    finally:
-        json_file.parent.with_name("moved").rename(json_file.parent)
-
-
 def test_a_folder_that_is_there_is_not_touched(corpus, tmp_path, cache, model_file):
     target = tmp_path / "deep" / "made"
     write_token_shards(str(corpus), target, tokenizer=str(model_file), report=silent)
@@ -345,19 +331,6 @@ def test_a_full_disk_leaves_nothing(corpus, tmp_path, cache, model_file, monkeyp
         write_token_shards(str(corpus), tmp_path / "made", tokenizer=str(model_file), report=silent)
     assert str(caught.value) == f"folder={tmp_path / 'made'}: cannot be written (No space left on device); make room"
     assert [each.name for each in tmp_path.iterdir() if each.name != "cache"] == ["corpus"]
-
-
-def test_another_corpus_or_tokenizer_has_another_fingerprint(corpus, tmp_path, cache, model_file, json_file):
-    def of(name, **given):
-        given = {"tokenizer": str(model_file), **given}
-        return write_token_shards(str(corpus), tmp_path / name, report=silent, **given).fingerprint
-
-    first = of("a")
-    assert of("b") == first
-    others = [of("c", tokenizer=str(json_file)), of("d", validation_fraction=0.1), of("e", text_field="body")]
-    (corpus / "03.txt").write_text("other")
-    others.append(of("f"))
-    assert len({first, *others}) == 5
 
 
 def write_by_hand(folder, **changes):

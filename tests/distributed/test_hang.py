@@ -60,43 +60,48 @@ def stopped(process):
     return process
 
 
-@pytest.mark.parametrize("rank", [0, 1, 3])
-def test_the_rank_that_does_not_answer_is_the_cause_and_never_one_that_waits(rank):
-    notes = [silent(each) if each == rank else waits(each) for each in range(4)]
-    found = judged(notes, 4, {})
-    assert (found.rank, found.echo, is_silent(found)) == (rank, False, True)
+@pytest.mark.parametrize(
+    ("notes", "world", "rank", "begins"),
+    [
+        *(
+            (
+                [silent(each) if each == rank else waits(each) for each in range(4)],
+                4,
+                rank,
+                f"rank {rank} does not answer: its",
+            )
+            for rank in (0, 1, 3)
+        ),
+        # It comes before one that stands elsewhere.
+        ([waits(0), waits(1, echo=False), silent(2)], 3, 2, "rank 2 does not answer: its process is stopped"),
+        (
+            [waits(0), silent(1), silent(2, "it waits for a disk")],
+            3,
+            1,
+            "ranks 1, 2 do not answer (rank 1: its process is stopped (SIGSTOP), rank 2: it waits for a disk); steps",
+        ),
+        # Nobody has said anything of them.
+        ([waits(0), waits(2)], 3, 1, "rank 1 does not answer: it has left no record; "),
+        ([waits(0)], 64, 1, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more do not answer"),
+    ],
+)
+def test_the_rank_that_does_not_answer_is_the_cause_and_never_one_that_waits(notes, world, rank, begins):
+    found = judged(notes, world, {})
+    assert (found.rank, found.echo, found.traceback) == (rank, False, None)
+    assert found.cause.startswith(f"step 4 did not end within 6 s: {begins}")
     assert found.cause.endswith(ADVICE)
+    assert is_silent(found)
 
 
-def test_it_comes_before_one_that_stands_elsewhere_and_after_one_that_failed():
-    notes = [waits(0), waits(1, echo=False), silent(2)]
-    assert judged(notes, 3, {}).rank == 2
+def test_ranks_that_all_wait_wait_for_each_other():
+    found = judged([waits(0), waits(1)], 2, {})
+    assert found.rank is None
+    assert found.cause == f"step 4 did not end within 6 s: all 2 ranks wait for each other; {ADVICE}"
+
+
+def test_a_rank_that_failed_is_the_cause():
     failed = from_exception(LookupError("x"), rank=1)
     assert judged([waits(0), silent(2), failed], 3, {}) is failed
-
-
-def test_several_are_all_named():
-    found = judged([waits(0), silent(1), silent(2, "its process waits for a disk or a file server (state D)")], 3, {})
-    assert found.rank == 1
-    assert found.cause == (
-        "step 4 did not end within 6 s: ranks 1, 2 do not answer (rank 1: its process is stopped (SIGSTOP), "
-        "rank 2: its process waits for a disk or a file server (state D))"
-        f"; {ADVICE}"
-    )
-
-
-def test_one_of_which_nobody_has_said_anything_is_named():
-    found = judged([waits(0), waits(2)], 3, {})
-    assert (found.rank, found.echo, found.traceback) == (1, False, None)
-    assert found.cause.startswith("step 4 did not end within 6 s: rank 1 does not answer: it has left no record; ")
-    many = judged([waits(0)], 64, {})
-    assert "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 55 more do not answer" in many.cause
-
-
-def test_of_ranks_that_all_wait_in_one_step_none_is_the_cause():
-    found = judged([waits(0), waits(1)], 2, {})
-    cause = f"step 4 did not end within 6 s: all 2 ranks wait for each other; {ADVICE}"
-    assert (found.rank, found.cause) == (None, cause)
 
 
 def test_of_ranks_that_all_wait_the_one_that_came_least_far_is_the_cause():

@@ -1,7 +1,6 @@
 """The seconds of an attempt's start, by phase."""
 
 import itertools
-import json
 import math
 import os
 import sys
@@ -9,8 +8,7 @@ import time
 
 import pytest
 
-from titanlab.distributed import PARENT, StartUp, start_of_worker, write_start_up
-from titanlab.distributed.start_up import FILE
+from titanlab.distributed import PARENT, StartUp, start_of_worker
 from titanlab.system import process_start
 
 
@@ -85,12 +83,3 @@ def test_a_worker_counts_from_the_start_of_its_launcher(monkeypatch):
 def test_a_worker_that_nobody_has_launched_counts_from_its_own_start(monkeypatch):
     monkeypatch.delenv(PARENT, raising=False)
     assert list(start_of_worker().end()) == ["python"]
-
-
-def test_the_file(tmp_path):
-    write_start_up(tmp_path, {"imports": 1.23456, "first_step": 0.5})
-    assert json.loads((tmp_path / FILE).read_text()) == {
-        "schema": 1,
-        "seconds": {"imports": 1.2346, "first_step": 0.5},
-        "total": 1.7346,
-    }

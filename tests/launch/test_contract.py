@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import titanlab
 from titanlab.options import discover
 
@@ -63,24 +61,3 @@ def test_only_the_folder_of_launchers_names_one():
     assert not found, "\n".join(found)
     assert not re.findall(r"from \.(local|slurm|launchers_schema)\b", (PACKAGE / "launch/__init__.pyi").read_text())
     assert used == {(name, text) for name, texts in ALLOWED.items() for text in texts}
-
-
-@pytest.mark.parametrize(
-    ("source", "text"),
-    [
-        ("shown = not {'RANK', 'SLURM_PROCID'} & os.environ.keys()", "SLURM_PROCID"),
-        ("Ranks(rank=0, started_by='local')", "local"),
-        ("place.launcher == 'slurm'", "slurm"),
-        ("from titanlab.launch.launchers_schema import Slurm", "titanlab.launch.launchers_schema"),
-        ("from titanlab.launch.local import wake", "titanlab.launch.local"),
-        ("from titanlab.launch import launchers_schema", "titanlab.launch.launchers_schema"),
-        ("def f():\n    import titanlab.launch.slurm.command", "titanlab.launch.slurm.command"),
-        ("NAMES = 'PATH SLURM_JOB_ID'.split()", "SLURM_"),
-    ],
-)
-def test_a_planted_name_is_found(source, text):
-    assert [found for _, found in named(source)] == [text]
-
-
-def test_a_text_that_explains_is_no_name():
-    assert list(named("'give launch=slurm, or $SLURM_JOB_ID'\n'on Slurm, see PropagateResourceLimits'")) == []

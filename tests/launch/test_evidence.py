@@ -38,17 +38,11 @@ def end(tmp_path):
         ({"7_0_log.err": 'srun: bad --x\nTry "srun --help" for more information\n'}, "srun: bad --x"),
         ({"7_0_log.err": "env: bad --x\nTry 'env --help' for more information.\n"}, "env: bad --x"),
         ({"7_0_log.err": "a\x1b[31m red\r\n"}, "a [31m red"),
+        *((logs, None) for logs in ({}, {"7_0_log.err": " \n\n"}, {"7_0_log.out": "10:00:00  run, attempt 1: 1\n"})),
     ],
 )
 def test_the_last_line_of_the_lowest_rank_says_why(end, logs, line):
-    assert end(logs) == f"ended before the run began: {line}"
-
-
-@pytest.mark.parametrize(
-    "logs", [{}, {"7_0_log.err": " \n\n"}, {"7_0_log.out": "10:00:00  run, attempt 1: 1 processes\n"}]
-)
-def test_logs_without_an_error_say_nothing(end, logs):
-    assert end(logs) is None
+    assert end(logs) == (line and f"ended before the run began: {line}")
 
 
 @pytest.mark.parametrize(("text", "line"), [(f"{EXECVE}\n{SRUN}\n", EXECVE), (f"{SRUN}\n", SRUN)])

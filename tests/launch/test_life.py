@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cover import marks
 from tests.launch.command import alive, children
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
@@ -55,7 +56,8 @@ def life(command, tmp_path):
     started = []
 
     def begun(launcher, point):
-        world = 2 if launcher != "local" or point in TWO_RANKS else 1
+        # A step of one rank is enough of what `titanlab train` has started: it is the row of `make test`.
+        world = 2 if launcher != "local" or (point in TWO_RANKS and point != "step") else 1
         fault = ["data.fault=raise", "data.step=3", "data.attempt=1"] if point == "between restarts" else []
         if launcher == "job":
             run, folder = jobs.run(world, steps=STEPS, every=2, seconds=SECONDS), jobs.folder
@@ -125,9 +127,11 @@ ENDS = {
     ("job", STOP): {"step": ["done"]},
 }
 # What ends an attempt before its ranks exist, and a local run at SIGINT: test_attempt.py and test_ranks.py, in less time.
-QUICK = [("local", KILL, "step"), ("job", TERM, "compile")]
+QUICK, COVERING = [("local", KILL, "step")], [("job", TERM, "compile")]
 CASES = [
-    pytest.param(*case, ends, id=f"{case[0]}-{case[1].name}-{case[2]}", marks=() if case in QUICK else pytest.mark.full)
+    pytest.param(
+        *case, ends, id=f"{case[0]}-{case[1].name}-{case[2]}", marks=marks(case, always=QUICK, covering=COVERING)
+    )
     for (launcher, number), points in ENDS.items()
     for point, ends in points.items()
     for case in [(launcher, number, point)]

@@ -159,6 +159,8 @@ def test_a_rank_that_is_killed_costs_no_step(installed, pool, tmp_path, capsys):
     assert losses(run) == losses(straight)
 
 
+# Before the ranks of an attempt have ended; after it: test_execute.py.
+@pytest.mark.full
 def test_ctrl_c_while_the_ranks_of_an_attempt_are_ended_begins_no_other(installed, tmp_path, monkeypatch):
     usual = RankProcesses.end
 

@@ -38,7 +38,9 @@ def rows(run):
 BOTH = pytest.mark.parametrize(("launcher", "tasks"), [("nohup", 2), ("local", 1)])
 
 
-@BOTH
+@pytest.mark.parametrize(
+    ("launcher", "tasks"), [("nohup", 2), pytest.param("local", 1, marks=[pytest.mark.full, pytest.mark.covering])]
+)
 def test_two_ranks_train_one_run(jobs, launcher, tasks):
     run = jobs.run(2, launcher=launcher, steps=3)
     codes, said = ended(jobs.start(run, tasks))
@@ -88,7 +90,9 @@ def test_a_job_of_this_host_goes_on_after_a_signal_and_a_lost_rank(jobs):
     assert (run.attempts(), run.restarts()) == ([1, 2, 3], 1)
 
 
-@pytest.mark.parametrize("launcher", ["nohup", "local"])
+# In `make test`: what Ctrl-C saves in test_ranks.py, and who has asked in test_reconcile.py.
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["nohup", pytest.param("local", marks=pytest.mark.covering)])
 def test_one_that_is_cancelled_saves_and_says_who_asked(jobs, launcher):
     run = jobs.run(1, launcher=launcher, steps=2000, seconds=0.05)
     ranks = jobs.start(run, 1)
@@ -115,11 +119,10 @@ def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits(jobs):
     assert result.cause.startswith(f"step 6 did not end within 5 s: {reason}")
 
 
-@pytest.mark.parametrize("launcher", ["nohup", pytest.param("local", marks=pytest.mark.full)])
-@pytest.mark.parametrize(
-    "gibibytes",
-    [pytest.param(0.7, id="at the import of torch", marks=pytest.mark.full), pytest.param(1.5, id="in a step")],
-)
+# What the log of such a rank says is read in test_watch.py.
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", [pytest.param("nohup", marks=pytest.mark.covering), "local"])
+@pytest.mark.parametrize("gibibytes", [0.7, 1.5], ids=["at the import of torch", "in a step"])
 def test_one_without_memory(jobs, gibibytes, launcher):
     run = jobs.run(1, launcher=launcher, steps=4, fault="memory", step=3)
     codes, said = ended(jobs.start(run, 1, preamble=f"ulimit -v {int(gibibytes * 2**20)}", OMP_NUM_THREADS="1"))
@@ -137,16 +140,16 @@ def test_a_rank_that_leaves_without_a_word_is_told_and_every_process_says_so(job
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_a_job_of_this_host_in_other_hands_or_cancelled_begins_nothing(jobs, is_asked):
+def test_a_job_of_this_host_in_other_hands_or_cancelled_begins_nothing(jobs, capsys, is_asked):
     run = jobs.run(2, launcher="local", steps=3)
+    command = [str(jobs.sweep.path), jobs.job_of(run)[0].token, "0"]
     if is_asked:
         run.ask_to_cancel()
-        codes, said = ended(jobs.start(run, 1))
-        assert (codes, run.result().kind, run.result().attempt) == ([130], OutcomeKind.CANCELLED, 0), said
+        assert (task.main(command), run.result().kind, run.result().attempt) == (130, OutcomeKind.CANCELLED, 0)
     else:
         with run.claim():
-            codes, said = ended(jobs.start(run, 1))
-        assert (codes, run.result(), said.count("nothing is done twice")) == ([0], None, 1)
+            assert (task.main(command), run.result()) == (0, None)
+        assert capsys.readouterr().out.count("nothing is done twice") == 1
     assert run.attempts() == []
 
 

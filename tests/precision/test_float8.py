@@ -16,7 +16,6 @@ from tests import tiny
 from tests.pool import Pool
 from tests.train.test_resume import same_bits
 from titanlab.checkpoint import latest
-from titanlab.checkpoint.folders import checkpoints
 from titanlab.distributed import ALONE, build_mesh, joined, open_world
 from titanlab.errors import ConfigError
 from titanlab.parallelism import ChunkedLoss
@@ -244,15 +243,6 @@ def begun(made, run):
     return observer.begun, observer.trace
 
 
-def test_float8_starts_from_fp32s_parameters(pool, tmp_path):
-    values = []
-    for number, (config, layout) in enumerate([(tiny.Fp32(), {}), (Float8Tensorwise(), {"shard": 2})]):
-        made = tiny.recipe(tmp_path, name=f"run-{number}", precision=config, steps=2, **layout)
-        values.append(pool.run(made.world, begun, made, tiny.begin(made))[0][0])
-    assert same_bits(*values)
-    assert all(type(each) is torch.Tensor for each in values[1].values())
-
-
 RESUMES = [
     (Float8Tensorwise(), {"shard": 2}, Float8Tensorwise(), {"tensor": 2}),
     (Float8Tensorwise(), {"shard": 2, "tensor": 2}, Bf16(), {}),
@@ -288,18 +278,6 @@ def test_a_checkpoint_knows_nothing_of_float8(pool, tmp_path):
         model = generate._load(made, folder, CPU)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert all(torch.equal(p.detach(), trained.parameters[name]) for name, p in model.named_parameters())
-
-
-def test_a_run_resumes_in_float8_as_if_it_had_not_stopped(pool, tmp_path):
-    """To the bit: scales are computed before the first step, too."""
-    given = {"precision": Float8Tensorwise(), "steps": 3, "shard": 2}
-    straight = tiny.recipe(tmp_path, name="straight", every=2, keep=0, **given)
-    run = tiny.begin(straight)
-    whole = pool.run(2, tiny.traced, straight, run)[0]
-    again = tiny.recipe(tmp_path, name="again", load_from=str(checkpoints(run.checkpoints)[0]), **given)
-    rest = pool.run(2, tiny.traced, again, tiny.begin(again))[0]
-    assert rest.losses == whole.losses[2:]
-    assert same_bits(rest.parameters, whole.parameters)
 
 
 @pytest.mark.parametrize("error", [ImportError("No module\nnamed x"), AttributeError("no mx_mm")])

@@ -183,7 +183,7 @@ ROWS = [
     _row(shard=2, microbatch=2),
     _row(shard=2, tensor=2, microbatch=2),
     _row(context=2, tensor=2, microbatch=4),
-    _row("uneven vocabulary", tensor=2, always=True),
+    _row("uneven vocabulary", tensor=2),
     _row("uneven vocabulary", shard=2, tensor=2),
     _row("uneven vocabulary", tensor=2, loss_parallel=False),
     _row("tied embeddings", tensor=2, always=True),

@@ -35,20 +35,20 @@ MODELS = {
 }
 AC = {"full": FullCheckpointing(), "selective_layer": SelectiveLayer(every=2)}
 ALWAYS = [
-    ("qwen3", {"tensor": 2}),
     # Without sequence parallelism nothing else sums the gradients of the norms of heads.
     ("head norms", {"tensor": 2, "sequence_parallel": False}),
     # The auxiliary loss weighs the same however a step is divided.
-    ("sequence", {"shard": 2, "microbatch": 1}),
     ("sequence", {"pipeline": 2, "tensor": 2, "microbatch": 2}),
-    ("qwen3", {"tensor": 2, "expert": 2}),
     ("qwen3", {"context": 2, "expert": 2}),
-    ("qwen3", {"replicate": 2, "shard": 2, "expert": 2}),
     ("qwen3", {"shard": 2, "expert": 2, "max_grad_norm": 0.3}),
     ("qwen3", {"pipeline": 2, "shard": 2, "expert": 2, "schedule": "interleaved_1f1b"}),
 ]
 ROWS = [
     *ALWAYS,
+    ("qwen3", {"tensor": 2}),
+    ("sequence", {"shard": 2, "microbatch": 1}),
+    ("qwen3", {"tensor": 2, "expert": 2}),
+    ("qwen3", {"replicate": 2, "shard": 2, "expert": 2}),
     ("head norms", {"tensor": 2}),
     ("head norms", {"shard": 2, "tensor": 2, "pipeline": 2, "schedule": "zbv"}),
     ("head norms", {"replicate": 2, "context": 2, "tensor": 2}),

@@ -35,7 +35,7 @@ ROWS = [
     ("plain", {"context": 2}, FULL),
     ("plain", {"tensor": 2, "sequence_parallel": False}, FULL),
     ("plain", {"pipeline": 2}, FULL),
-    ("gaps", {"pipeline": 2, "shard": 2, "schedule": "gpipe"}, FULL),
+    ("gaps", {"pipeline": 2, "shard": 2, "schedule": "gpipe", "reduce_gradients": "each"}, FULL),
     ("plain", {"pipeline": 2, "schedule": "interleaved_1f1b"}, FULL),
     ("plain", {"pipeline": 2, "schedule": "looped_bfs"}, FULL),
     ("plain", {"pipeline": 2, "shard": 2, "schedule": "interleaved_zero_bubble"}, FULL),

@@ -85,8 +85,8 @@ def rows_of(pool, tmp_path):
 @pytest.mark.parametrize(
     "given",
     [
-        {"tensor": 2, "shard": 2},
         {"pipeline": 2, "shard": 2, "microbatch": 1},
+        pytest.param({"tensor": 2, "shard": 2}, marks=pytest.mark.full),
         pytest.param({"shard": 2}, marks=pytest.mark.full),
         pytest.param({"context": 2, "precision": Bf16()}, marks=pytest.mark.full),
         pytest.param({"replicate": 2, "shard": 2, "tensor": 2, "microbatch": 2}, marks=pytest.mark.full),
@@ -113,6 +113,9 @@ def test_what_trains_the_same_passes(rows_of, tmp_path, given):
     assert [row.precision for row in rows] == (["fp32"] if precision == "fp32" else ["fp32", precision])
 
 
+COVERING = [pytest.mark.full, pytest.mark.covering]
+
+
 @pytest.mark.parametrize(
     ("fault", "given", "precision", "found"),
     [
@@ -129,13 +132,20 @@ def test_what_trains_the_same_passes(rows_of, tmp_path, given):
         ),
         ("without positions", {"context": 2}, "fp32", "loss differs by"),
         ("pipeline not normalised", {"pipeline": 2, "microbatch": 1}, "fp32", "grad norm differs by"),
-        (
+        pytest.param(
             "embedding loses gradient",
             {"shard": 2, "blocks": True, "backend": "eager"},
             "fp32",
             "(tok_embeddings.weight)",
+            marks=COVERING,
         ),
-        ("float8 labelled bf16", {"shard": 2, "precision": Bf16()}, "bf16", "is Float8Linear, and precision=bf16"),
+        pytest.param(
+            "float8 labelled bf16",
+            {"shard": 2, "precision": Bf16()},
+            "bf16",
+            "is Float8Linear, and precision=bf16",
+            marks=COVERING,
+        ),
         pytest.param(
             "bf16 labelled float8",
             {"shard": 2, "precision": Float8Tensorwise(all_gather=False)},

@@ -25,15 +25,28 @@ def keys(heading):
     return set(re.findall(r"`([^`]+)`", section))
 
 
-def test_status():
-    assert {field.name for field in dataclasses.fields(Status)} | set(STATES) <= keys("status.json")
+def fields(kind):
+    return {field.name for field in dataclasses.fields(kind)}
 
 
-def test_result():
-    assert {field.name for field in dataclasses.fields(Outcome)} <= keys("result.json")
+def measured():
     clock = iter(range(10))
-    measured = meter.Meter(meter.RunWork(devices=1, flops_per_token=1.0), clock=lambda: next(clock))
-    assert set(measured.summary()) <= keys("result.json") | keys("metrics.jsonl")
+    return meter.Meter(meter.RunWork(devices=1, flops_per_token=1.0), clock=lambda: next(clock))
+
+
+PROFILED = breakdown(dict.fromkeys((STEP, *PARTS, f"{EXPOSED}AXIS"), 1.0))
+SECTIONS = {
+    "status.json": {*fields(Status), *STATES},
+    "result.json": fields(Outcome) | set(measured().summary()) - keys("metrics.jsonl"),
+    "start_up.json": {"seconds", "total", *PHASES},
+    "tracker.json": {*fields(Record), STARTING, OPEN, FINISHED},
+    "metrics.jsonl": {"breakdown", *PROFILED, "memory", *largest([dict.fromkeys(PARTS, 1.0)])},
+}
+
+
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_a_section_names_every_key(heading):
+    assert SECTIONS[heading] <= keys(heading)
 
 
 @pytest.mark.parametrize("kind", list(OutcomeKind))
@@ -48,21 +61,12 @@ def test_every_kind_of_end_is_in_the_table_as_it_is(kind):
 def test_metrics(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl", attempt=1) as writer:
         writer.write("train", 1, {})
-    clock = iter(range(10))
-    measured = meter.Meter(meter.RunWork(devices=1, flops_per_token=1.0), clock=lambda: next(clock))
-    measured.begin()
-    measured.end_step(tokens=1)
+    steps = measured()
+    steps.begin()
+    steps.end_step(tokens=1)
     named = {meter.LOSS, meter.GRAD_NORM, meter.LEARNING_RATE, meter.TOKENS_SEEN, meter.VALIDATION_LOSS}
-    written = set(read_metrics(tmp_path / "metrics.jsonl")[0]) | set(measured.window().metrics()) | named
+    written = set(read_metrics(tmp_path / "metrics.jsonl")[0]) | set(steps.window().metrics()) | named
     assert written <= keys("metrics.jsonl")
-
-
-def test_start_up():
-    assert {"seconds", "total", *PHASES} <= keys("start_up.json")
-
-
-def test_tracker():
-    assert {field.name for field in dataclasses.fields(Record)} | {STARTING, OPEN, FINISHED} <= keys("tracker.json")
 
 
 def test_env():
@@ -73,9 +77,3 @@ def test_env():
         assert set(record[group]) <= written
     if record["code"]["git"]:
         assert set(record["code"]["git"]) <= written
-
-
-def test_metrics_of_profiled_steps():
-    written = breakdown(dict.fromkeys((STEP, *PARTS, f"{EXPOSED}AXIS"), 1.0))
-    assert {"breakdown", *written} <= keys("metrics.jsonl")
-    assert {"memory", *largest([dict.fromkeys(PARTS, 1.0)])} <= keys("metrics.jsonl")

@@ -133,12 +133,6 @@ def test_without_actions_nothing_takes_time():
         assert timeline.peak_in_flight == [0.0] * len(lists)
 
 
-def test_one_rank_is_never_idle():
-    timeline = simulate(orders("0F0 0B0 0F1 0B1"), [0])
-    assert [(event.begin, event.end) for event in timeline.events[0]] == [(0, 1), (1, 3), (3, 4), (4, 6)]
-    assert (timeline.duration, timeline.bubble_share) == (6, 0)
-
-
 def test_a_transfer_delays_only_what_comes_from_another_rank():
     timeline = simulate(orders("0F0 1F0 1B0 0B0"), [0, 0], transfer=5.0)
     assert timeline.duration == 6

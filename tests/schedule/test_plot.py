@@ -36,15 +36,6 @@ def test_where_it_is_narrow_colours_say_the_kind():
     assert ESCAPE.sub("", narrow[0]) == "rank 0 01  B02B13B24B35B46B57B68B79B80B9110 11"
 
 
-def test_a_row_for_each_rank_and_a_legend():
-    assert rows(timeline_of("1f1b", 2, 3), width=None, coloured=False) == [
-        "rank 0 F0F1....B0--F2B1--..B2--",
-        "rank 1 ..F0B0--F1B1--F2B2--....",
-        "",
-        "F forward, B backward",
-    ]
-
-
 def test_a_long_timeline_is_wrapped_into_blocks():
     """The rest of an action that is cut has its label again."""
     lines = rows(timeline_of("1f1b", 2, 3), width=19, coloured=False)

@@ -119,15 +119,6 @@ def test_zbv_idles_only_before_its_first_and_after_its_last_action(ranks, more):
     assert timeline.duration == 6 * microbatches + ranks - 1
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 12])
-def test_zero_bubbles_are_smaller_than_those_of_interleaved_1f1b(microbatches):
-    def idle(kind):
-        schedule = Schedule(kind, 2)
-        return simulate(schedule.actions(2, microbatches), schedule.placement(2)).bubble_share
-
-    assert idle("interleaved_zero_bubble") < idle("interleaved_1f1b")
-
-
 def test_more_microbatches_lengthen_only_the_steady_phase_of_dualpipe_v():
     schedule, shares = Schedule("dualpipe_v"), []
     for microbatches in (8, 16, 32):

@@ -105,13 +105,31 @@ def inspect(folder):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGXCPU)
+
+
+def descendants(pid):
+    """A process and all that it, and they, have started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    started = [each for path in Path(f"/proc/{pid}/task").iterdir() for each in (path / "children").read_text().split()]
+    return [pid, *(found for child in {*children, *started} for found in descendants(int(child)))]
+
+
 def test_the_real_wandb_offline(run, told):
     tracker = open_tracker(Wandb(mode="offline", tags=["mine"], finish_seconds=120), run, warn=told.append)
-    for step in (5, 6, 7):
+    tracker.log(5, {"loss_metrics/global_avg_loss": 10.0 / 5, "mfu(%)": None, "lr": float("nan")})
+    # Signals to every process of a job cost no row.
+    until(lambda: (record := read_record(run.record)) is not None and record.state == OPEN)
+    everybody = descendants(tracker._process.pid)
+    assert any("wandb-core" in Path(f"/proc/{pid}/cmdline").read_text() for pid in everybody)
+    for number in ALL:
+        for pid in everybody:
+            os.kill(pid, number)
+    for step in (6, 7):
         tracker.log(step, {"loss_metrics/global_avg_loss": 10.0 / step, "mfu(%)": None, "lr": float("nan")})
     tracker.log(7, {"validation_metrics/loss": 2.5})
     summary = {"throughput(tps)": 123.0, "mfu(%)": None, "loss_metrics/global_avg_loss": 1.25}
-    tracker.finish(summary, exit_code=0)
+    tracker.finish(summary, exit_code=75)
     assert told == [], (run.folder / "logs" / "wandb.log").read_text()
 
     records = inspect(run.folder)
@@ -142,7 +160,7 @@ def test_the_real_wandb_offline(run, told):
     assert summary["throughput(tps)"] == 123.0
     # Ours, and not that of the last row.
     assert summary["loss_metrics/global_avg_loss"] == 1.25
-    assert [record["exit"].get("exit_code", 0) for record in records if record["type"] == "exit"] == [0]
+    assert [record["exit"].get("exit_code", 0) for record in records if record["type"] == "exit"] == [75]
 
 
 def test_what_wandb_is_told_costs_little_and_it_is_never_imported_here(run, told, open_fake, monkeypatch, fake_out):
@@ -299,13 +317,6 @@ def refusing(monkeypatch):
         server.shutdown()
 
 
-def rows_of(folder):
-    """Steps in a wandb file that is closed."""
-    records = inspect(folder)
-    assert [record["type"] for record in records][-1] == "exit"
-    return [record["history"]["item"]["_step"] for record in records if record["type"] == "history"]
-
-
 # Here wandb's own process is refused; test_online_that_cannot_be_reached_goes_offline shows the rest in `make test`.
 @pytest.mark.full
 def test_the_real_wandb_that_is_refused_online_writes_everything_offline(run, told, refusing):
@@ -318,39 +329,16 @@ def test_the_real_wandb_that_is_refused_online_writes_everything_offline(run, to
     assert len(told) == 1
     assert told[0].startswith("wandb: could not go online (")
     assert told[0].endswith("), so it writes offline")
-    assert rows_of(run.folder) == list(range(1, 22))
+    records = inspect(run.folder)
+    assert records[-1]["type"] == "exit"
+    steps = [record["history"]["item"]["_step"] for record in records if record["type"] == "history"]
+    assert steps == list(range(1, 22))
     # A folder made only to go online is not a run: it would be uploaded as an empty run.
     assert not list(run.folder.glob("wandb/run-*"))
     record = read_record(run.record)
     assert (record.state, record.wanted, record.mode) == (FINISHED, "online", "offline")
     assert (record.id, record.step, record.rows, record.left_out) == (run.id, 21, 21, 0)
     assert len(list(run.folder.glob(f"{record.folder}/*.wandb"))) == 1
-
-
-ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGXCPU)
-
-
-def descendants(pid):
-    """A process and all that it, and they, have started."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    started = [each for path in Path(f"/proc/{pid}/task").iterdir() for each in (path / "children").read_text().split()]
-    return [pid, *(found for child in {*children, *started} for found in descendants(int(child)))]
-
-
-def test_signals_to_every_process_of_a_job_cost_no_row(run, told):
-    tracker = open_tracker(Wandb(mode="offline", finish_seconds=120), run, warn=told.append)
-    tracker.log(1, {"loss": 1.0})
-    until(lambda: (record := read_record(run.record)) is not None and record.state == OPEN)
-    everybody = descendants(tracker._process.pid)
-    assert any("wandb-core" in Path(f"/proc/{pid}/cmdline").read_text() for pid in everybody)
-    for number in ALL:
-        for pid in everybody:
-            os.kill(pid, number)
-    for step in (2, 3):
-        tracker.log(step, {"loss": 1.0})
-    tracker.finish({"loss": 0.5}, exit_code=75)
-    assert told == [], (run.folder / "logs" / "wandb.log").read_text()
-    assert rows_of(run.folder) == [1, 2, 3]
 
 
 def test_a_signal_that_comes_with_the_writers_birth_is_not_heard_either(told, open_fake, fake_out):
@@ -400,13 +388,14 @@ def test_what_wandb_prints_goes_to_its_log_and_not_among_the_events(run, told, m
     assert "hello from wandb" in (run.folder / "logs" / "wandb.log").read_text()
 
 
-def test_off_starts_nothing(run, told):
-    tracker = open_tracker(Wandb(mode="off"), run, warn=told.append)
+@pytest.mark.parametrize("config", [Wandb(mode="off"), Jsonl()])
+def test_off_and_jsonl_write_nothing_more(run, told, config):
+    tracker = open_tracker(config, run, warn=told.append)
     tracker.log(1, {"loss": 1.0})
-    tracker.finish({})
-    assert tracker._process is None
+    tracker.finish({"loss": 1.0})
+    assert getattr(tracker, "_process", None) is None
     assert told == []
-    assert list((run.folder / "logs").iterdir()) == []
+    assert sorted(path.name for path in run.folder.rglob("*")) == ["1", "attempts", "logs"]
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(told, tmp_path):
@@ -425,14 +414,6 @@ def test_online_without_a_key_goes_offline_with_a_warning(run, told, monkeypatch
     tracker.finish({})
     assert told == ["wandb: no API key was found, so it writes offline; `wandb login` makes one known"]
     assert fake_out()[0][1]["mode"] == "offline"
-
-
-def test_jsonl_does_nothing_more(run, told):
-    tracker = open_tracker(Jsonl(), run, warn=told.append)
-    tracker.log(1, {"loss": 1.0})
-    tracker.finish({"loss": 1.0})
-    assert sorted(path.name for path in run.folder.iterdir()) == ["attempts", "logs"]
-    assert told == []
 
 
 @pytest.fixture

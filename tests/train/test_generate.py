@@ -133,10 +133,6 @@ def test_the_space_after_the_prompt_is_kept(says):
     assert "".join(says(b" y", prompt=" x")) == " y"
 
 
-def test_the_end_of_text_ends_it(says):
-    assert "".join(says(b"abc")) == "abc"
-
-
 def test_what_cannot_be_sampled_is_said(run, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"^run=.*holds no complete checkpoint"):
         copy = shutil.copytree(run.path, tmp_path / "empty", ignore=shutil.ignore_patterns("step-*"))

@@ -41,30 +41,6 @@ def steps(run):
     return [step_of(path) for path in checkpoints(run.checkpoints)]
 
 
-def content(folder):
-    """The bytes of a checkpoint, but for the tracker's id, which each run draws."""
-    position = json.loads((folder / "position.json").read_text())
-    tensors = {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
-    return {**position, "tracker": None}, json.loads((folder / "index.json").read_text())["tensors"], tensors
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param({}, id="single"), pytest.param({"shard": 2}, id="fsdp", marks=pytest.mark.full)]
-)
-def test_modes_save_the_same_bytes_at_the_same_steps(pool, tmp_path, layout):
-    told = {}
-    for mode in ("sync", "async"):
-        made = tiny.recipe(tmp_path / mode, steps=STEPS, saves=mode, every=2, keep=0, **layout)
-        run = tiny.begin(made)
-        told[mode] = (pool.run(made.world, losses, made, run), run)
-        assert steps(run) == [2, 4, 6]
-        assert run.saved_step() == 6
-    assert told["sync"][0] == told["async"][0]
-    for step in (2, 4, 6):
-        folders = [told[mode][1].checkpoints / f"step-{step:08d}" for mode in told]
-        assert content(folders[0]) == content(folders[1])
-
-
 class Mover(Observer):
     """Renames the run's folder after a step."""
 

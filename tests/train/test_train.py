@@ -51,7 +51,9 @@ def poisoned(made, run):
     return outcome.kind, outcome.step, outcome.cause, len(tracer.trace.losses)
 
 
-@pytest.mark.parametrize("layout", [{}, {"shard": 2}], ids=["single", "fsdp"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, id="single", marks=pytest.mark.full), pytest.param({"shard": 2}, id="fsdp")]
+)
 def test_a_loss_that_is_no_number_ends_the_run_unsaved(pool, tmp_path, layout):
     made = tiny.recipe(tmp_path, every=2, **layout)
     run = tiny.begin(made)
@@ -180,10 +182,7 @@ def test_the_validation_loss_is_the_mean_over_all_labels_that_are_held_out(held_
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in ("tensor-context", "pipeline-tensor") else [pytest.mark.full])
-        for name in VALIDATED
-    ],
+    [pytest.param(name, marks=[] if name == "pipeline-tensor" else [pytest.mark.full]) for name in VALIDATED],
 )
 def test_validation_is_the_same_for_any_number_of_ranks(held_out, name):
     """17 sequences do not come out even for two or three ranks."""
@@ -195,7 +194,7 @@ def test_validation_is_the_same_for_any_number_of_ranks(held_out, name):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param({}, id="single"),
+        pytest.param({}, id="single", marks=pytest.mark.full),
         pytest.param({"shard": 2}, id="fsdp"),
         pytest.param(
             {"shard": 2, "reshard_after_forward": "never", "bf16": True}, id="bf16-never", marks=pytest.mark.full

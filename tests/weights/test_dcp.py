@@ -405,21 +405,6 @@ def test_one_reading_does_not_change_the_next(tmp_path):
     assert read(tmp_path, of()).state_dict_metadata["x"].properties.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "where", ["whole", "state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version"]
-)
-def test_no_place_of_the_metadata_runs_code(tmp_path, where):
-    payload, found = Payload(tmp_path / "ran"), of(planner_data={"x": 1})
-    if where == "whole":
-        found = payload
-    elif isinstance(value := getattr(found, where), dict):
-        value[next(iter(value))] = payload
-    else:
-        setattr(found, where, payload)
-    assert refused(tmp_path, found) == "asks for posix.system, which could run code"
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize("key", ["init_from", "checkpoint.load_from"])
 def test_no_run_starts_with_the_code_of_a_folder(straight, tmp_path, capsys, key):
     _, made, _, folder = straight

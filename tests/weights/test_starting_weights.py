@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.refusals import refusal
@@ -67,21 +66,6 @@ def test_a_checkpoint_outside_of_a_run_is_judged_by_its_shapes(run, tmp_path):
     check_beginning(replace(recipe, init_from=str(alone), model=replace(recipe.model, norm_eps=1e-6)))
     other = replace(recipe, init_from=str(alone), model=replace(recipe.model, ffn_dim=100))
     assert "is 192×64 there and 100×64 here" in refusal(check_beginning, other)
-
-
-def test_the_fingerprint_of_their_folder_is_of_its_content_and_not_of_its_place(tmp_path):
-    recipe, path = theirs(tmp_path)
-    first = start_fingerprint(recipe)
-    shutil.copytree(path, tmp_path / "elsewhere")
-    moved = replace(recipe, init_from=str(tmp_path / "elsewhere"))
-    assert start_fingerprint(moved) == first
-    # A file that nobody reads is not part of it.
-    (tmp_path / "elsewhere" / "README.md").write_text("x")
-    assert start_fingerprint(moved) == first
-    values = load_file(tmp_path / "elsewhere" / "model.safetensors")
-    values["model.norm.weight"][0] += 1
-    save_file(values, tmp_path / "elsewhere" / "model.safetensors")
-    assert start_fingerprint(moved) != first
 
 
 def test_the_fingerprint_of_a_checkpoint_stays_the_same_in_later_versions(run):

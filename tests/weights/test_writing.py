@@ -189,13 +189,6 @@ def test_an_origin_knows_the_context_the_tokens_and_the_tokenizer(tmp_path, give
     assert ours.tokenizer == tmp_path / "imported" / "tokenizer"
 
 
-@pytest.mark.parametrize("value", ["512", [512], 2.5, 0, True, 1e400, {}])
-def test_a_context_that_is_not_a_number_of_tokens_is_one_line(tmp_path, value):
-    path = folders.folder(tmp_path / "theirs", {**folders.SMALL, "max_position_embeddings": value})
-    with pytest.raises(ConfigError, match=r"^config\.json:max_position_embeddings=.*: must be a whole number of at"):
-        from_folder(path, "k")
-
-
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """A recipe and its run, with checkpoints of two steps."""

@@ -97,7 +97,7 @@ def slowed(made, run, rank, where):
 
 
 def test_a_slow_rank_is_told_once_and_stays_in_the_metrics(pool, tmp_path):
-    made = tiny.recipe(tmp_path, steps=6, shard=2, compare_ranks_every=2)
+    made = tiny.recipe(tmp_path, steps=4, shard=2, compare_ranks_every=2)
     run = tiny.begin(made)
     summary = pool.run(2, slowed, made, run, 1, "compute")[0]
     assert summary[totals.SLOWEST] == 1

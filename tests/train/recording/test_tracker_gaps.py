@@ -64,13 +64,6 @@ def test_a_run_without_trackers_lacks_nothing(run):
     assert not has_repeated_steps(run)
 
 
-def test_a_tracker_that_was_closed_lacks_nothing(run):
-    attempt(run, [1, 2], state=FINISHED, step=2, rows=2, wanted="offline", mode="offline", folder="wandb/offline-run-1")
-    # Nobody has asked for an upload.
-    file(run, "wandb/offline-run-1")
-    assert tracker_gap(run) is None
-
-
 @pytest.mark.parametrize(
     ("record", "line"),
     [

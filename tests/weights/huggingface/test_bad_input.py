@@ -25,6 +25,7 @@ IMPORTS = [
     ("<a-file>", "source=<a-file>: is not a folder", "owner/name"),
     ("<bare>", "source=<bare>: has neither model.safetensors nor model.safetensors.index.json", "fetch the folder again"),
     ("<pickled>", "source=<pickled>: keeps its weights in pytorch_model.bin", "save_pretrained"),
+    ("<gguf>", "source=<gguf>: has neither model.safetensors nor model.safetensors.index.json, but model.gguf", "give the model in the"),
     ("<torn>", "source=<torn>/model.safetensors: cannot be read", "fetch the file again"),
     ("<cut>", "source=<cut>/model.safetensors: cannot be read", "fetch the file again"),
     ("<less>", "source=<less>: its config and its tensors disagree: model.norm.weight is absent, not 64", "fetch the folder again"),
@@ -36,8 +37,6 @@ IMPORTS = [
     ("<no-json>", "source=<no-json>/config.json: cannot be read", "fetch the file again"),
     ("<list>", "source=<list>/config.json: holds no JSON object", "fetch the file again"),
     ("<mistral>", "config.json:architectures=MistralForCausalLM: is not a supported architecture", "LlamaForCausalLM"),
-    ("<biased>", "config.json:attention_bias=true: is not computed here", "attention_bias=false"),
-    ("<linear>", "config.json:rope_type=linear: is a scaling", "default, llama3"),
     ("<odd>", "model.kv_heads=3: must divide 4 query heads", "try 2 or 4"),
     ("<good> --shard-size big", "--shard-size=big: is not a file size", "try 5GB"),
     ("<good> --shard-size 0", "--shard-size=0: is not a file size", "try 5GB"),
@@ -102,6 +101,7 @@ def things(tmp_path_factory):
     (place / "a-file").write_text("")
     (hub("bare") / "model.safetensors").unlink()
     (hub("pickled") / "model.safetensors").rename(place / "pickled" / "pytorch_model.bin")
+    (hub("gguf") / "model.safetensors").rename(place / "gguf" / "model.gguf")
     (hub("torn") / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     whole = (hub("cut") / "model.safetensors").read_bytes()
     (place / "cut" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -116,8 +116,6 @@ def things(tmp_path_factory):
     (hub("list") / "config.json").write_text("[]")
     for name, change in {
         "mistral": {"architectures": ["MistralForCausalLM"]},
-        "biased": {"attention_bias": True},
-        "linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
         "odd": {"num_key_value_heads": 3},
     }.items():
         (hub(name) / "config.json").write_text(json.dumps({**folders.SMALL, **change}))

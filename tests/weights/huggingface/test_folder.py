@@ -81,6 +81,8 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
     last, expected = path / "model-00002-of-00002.safetensors", made.read(path)
     index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     assert index["model.embed_tokens.weight"] != last.name
+    # Beside safetensors a pickle is not read.
+    (path / "pytorch_model.bin").write_bytes(b"\x80")
     # It stands in the other file too, as some tools leave it, and that file comes later.
     save_file({**load_file(last), "model.embed_tokens.weight": torch.ones(256, 64)}, last)
     found = open_hf(path, "k").read("tok_embeddings.weight", [0, 0], [256, 64])
@@ -114,12 +116,6 @@ def test_a_tensor_that_is_there_with_and_without_a_wrapper_is_refused(tmp_path):
     assert refusal(open_hf, path, "k") == f"k={path}: {rule}; save the model again, without wrappers around it"
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
-def test_frequencies_in_files_are_left_out(tmp_path, name):
-    path = made.folder(tmp_path / "a", **{name: torch.ones(8, dtype=torch.float64)})
-    assert name not in {foreign.name for foreign in open_hf(path, "k").foreign.values()}
-
-
 def test_a_copy_of_tied_embeddings_is_known(tmp_path):
     path = made.folder(tmp_path / "a", TIED, **{"lm_head.weight": torch.ones(256, 64)})
     source = open_hf(path, "k")
@@ -146,30 +142,6 @@ def test_a_copy_that_cannot_be_compared_is_one_line(tmp_path, tensor, rule):
     said = refusal(open_hf, path, "k")
     assert said.startswith(f"k={path}: ")
     assert rule in said
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        (None, "has neither model.safetensors nor model.safetensors.index.json; fetch the folder again, whole"),
-        ("pytorch_model.bin", "keeps its weights in pytorch_model.bin, which runs code when it is read; "),
-        *(
-            (name, f"has neither model.safetensors nor model.safetensors.index.json, but {name}; give the model in the")
-            for name in ("consolidated.safetensors", "model.fp16.safetensors", "model.gguf")
-        ),
-    ],
-)
-def test_weights_that_are_missing_or_in_another_form_are_named(tmp_path, name, rule):
-    path = made.folder(tmp_path / "a")
-    # Beside safetensors a pickle is not read.
-    (path / "pytorch_model.bin").write_bytes(b"\x80")
-    assert open_hf(path, "k").entries
-    (path / "pytorch_model.bin").unlink()
-    if name is None:
-        (path / "model.safetensors").unlink()
-    else:
-        (path / "model.safetensors").rename(path / name)
-    assert refusal(open_hf, path, "k").startswith(f"k={path}: {rule}")
 
 
 @pytest.mark.parametrize(
