@@ -411,8 +411,11 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
     for name in others:
         # Show the column only if two lines would look the same without it.
         seen = (*_LAYOUT, *differing)
-        distinct = {tuple(row[column] for column in seen) for row in firsts}
-        if len(distinct) < len({tuple(row[column] for column in (*seen, name)) for row in firsts}):
+        # The control is no point of the space.
+        distinct = {tuple(row[column] for column in seen) for row in firsts if not row["control"]}
+        if len(distinct) < len(
+            {tuple(row[column] for column in (*seen, name)) for row in firsts if not row["control"]}
+        ):
             differing.append(name)
     return [
         RecipeRuns(row["layout.label"], row["world"], {name: row[name] for name in differing}, members)

@@ -135,8 +135,13 @@ def _points(space: Any, place: str) -> list[Values]:
         raise ConfigError(place, size, f"are more points than {LIMIT}", "take some values out")
     if word in _OF_POINTS:
         points = [point for part in parts for point in part]
+        if word == "list":
+            return points
         # A step keeps the values of the steps before it.
-        return points if word == "list" else list(itertools.accumulate(points, lambda before, own: {**before, **own}))
+        steps: list[Values] = []
+        for point in points:
+            steps.append({**(steps[-1] if steps else {}), **point})
+        return steps
     if word == "zip":
         for name, part in zip(names, parts, strict=True):
             if len(part) != len(parts[0]):
