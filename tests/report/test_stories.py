@@ -77,7 +77,7 @@ def test_a_step_that_is_a_fifth_slower_is_named_by_the_first_sentence_of_the_rep
 def test_scaling_is_efficiency_against_the_fewest_devices():
     rows = [*scaling(weak=True), *scaling(weak=False)]
     section = stories(*rows)["scaling"]
-    efficiencies = {(row[0].partition(":")[0], row[2]): row[6] for row in texts(section.tables[0])}
+    efficiencies = {(row[0].partition(",")[0], row[2]): row[6] for row in texts(section.tables[0])}
     assert efficiencies[("weak", "32")] == "90.00"
     assert efficiencies[("strong", "32")] == "81.00"
     assert efficiencies[("weak", "8")] == "100.0"

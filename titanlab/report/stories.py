@@ -52,7 +52,7 @@ def scaling_series(facts: Facts) -> dict[str, list[dict[str, Any]]]:
     """Recipes that differ in the number of devices and the layout only, by the kind of scaling."""
     compared = [group for group in facts.groups if not group.is_control and group.rows[0]["global_batch"]]
     series: dict[str, list[dict[str, Any]]] = {}
-    for weak, kind in ((True, "weak: the same batch a device"), (False, "strong: the same batch")):
+    for weak, kind in ((True, "weak"), (False, "strong")):
         for family in scaling_families(compared, weak=weak):
             if len({row["world"] for row in family if row["group"].has_speed}) > 1:
                 name = (
@@ -70,7 +70,7 @@ def scaling_texts(facts: Facts) -> list[str]:
             (row for row in family if row["group"].has_speed), key=lambda row: (row["world"], row["tokens_per_second"])
         )
         texts.append(
-            f"{name.partition(':')[0]}: {last['efficiency_percent']:.0f}% on {last['world']}, of {family[0]['world']}"
+            f"{name.partition(',')[0]}: {last['efficiency_percent']:.0f}% on {last['world']}, of {family[0]['world']}"
         )
     return texts
 
@@ -122,8 +122,9 @@ def _scaling(facts: Facts) -> list[Section]:
             id="scaling",
             title="Scaling efficiency",
             figure=growth.growth("scaling efficiency", "devices", [panel]),
-            caption="100 %: twice the devices do twice the tokens per second. A line joins the fastest recipes of each "
-            "number of devices; a bar is the interval of 95 % of a recipe's own mean." + _HOLLOW,
+            caption="100 %: twice the devices do twice the tokens per second. Weak: the same batch a device; strong: "
+            "the same batch in all. A line joins the fastest recipes of each number of devices; a bar is the interval "
+            f"of 95 % of a recipe's own mean.{_HOLLOW}",
             description=f"Lines of scaling efficiency. {listed(scaling_texts(facts))}.",
             columns=columns,
             values=by_run("Speed of every run", facts.runs, columns),

@@ -74,7 +74,8 @@ def growth(title: str, across: str, panels: Sequence[GrowthPanel]) -> TracedFigu
                     f"{point.group.label}: {significant(point.value, 4)} {panel.label}, {grouped(point.size)} {across}"
                 )
                 figure.trace(mark, runs=done, columns=[panel.column], text=text)
-        axis.set_ylim(bottom=0)
+        highest = max((point.value for points in panel.series.values() for point in points), default=1.0)
+        axis.set_ylim(0, 1.1 * max(highest, panel.ideal or 0.0))
         axis.yaxis.set_major_formatter(lambda value, _: grouped(value) if abs(value) >= 10 else significant(value, 2))
     style.add_legend(figure, "lower left", ncols=2)
     return figure
