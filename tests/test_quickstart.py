@@ -47,9 +47,10 @@ def test_six_layouts_from_one_process_to_eight_train_alike_and_are_compared(newc
     said = newcomer("collect", "quickstart_layouts", seconds=120).splitlines()
     rows = json.loads(newcomer("status", "quickstart_layouts", "--json", seconds=120))
     layouts = ["single", "dp_r2", "dp_s2", "dp_s2·tp2", "dp_s2·pp2", "dp_s2·tp2·pp2"]
-    assert [row["layout.label"] for row in rows] == layouts
+    # The three that fit on two cores run three times.
+    assert [row["layout.label"] for row in rows] == [*(3 * layouts[:3]), *layouts[3:]]
     assert {row["outcome"] for row in rows} == {"done"}
-    assert [row["world"] for row in rows] == [1, 2, 2, 4, 4, 8]
+    assert [row["world"] for row in rows] == [*(3 * [1, 2, 2]), 4, 4, 8]
     # The same training: what sums in another order differs by is all that differs.
     losses = [row["loss"] for row in rows]
     assert max(losses) - min(losses) < 2e-3
@@ -57,6 +58,9 @@ def test_six_layouts_from_one_process_to_eight_train_alike_and_are_compared(newc
     # Where there are more processes than cores, that is said.
     assert [row["oversubscribed"] for row in rows] == [row["world"] > row["cores"] for row in rows]
     assert [line.split()[0] for line in said[2:8]] == layouts
+    answer = newcomer("best", "quickstart_layouts", seconds=120).splitlines()[0]
+    if rows[0]["cores"] > 1:
+        assert " is the fastest: " in answer or "within noise" in answer
     # Sharded memory is less memory.
     memory = dict(zip(layouts, (row["memory_gib"] for row in rows), strict=True))
     assert memory["dp_s2·tp2·pp2"] < memory["single"]

@@ -71,12 +71,12 @@ def test_a_dry_run_tells_the_plan_and_makes_nothing(command, sweep):
 
 
 def test_points_that_cannot_fit_into_memory_are_left_out_of_a_sweep(command):
-    given = ["sweep", "+sweeps=llama3_405b_512gpus", "launch=slurm", "--dry-run", "--json"]
+    given = ["sweep", "+sweeps=stack_405b_512gpus", "launch=slurm", "--dry-run", "--json"]
     plan = json.loads(command(given).out)
-    assert len(plan["runs"]) == 7
-    assert [drop["stage"] for drop in plan["dropped"]] == ["memory"] * 4
-    assert {drop["point"].get("schedule") for drop in plan["dropped"]} == {"zbv", "interleaved_zero_bubble"}
-    assert len(json.loads(command([*given, "--keep"]).out)["runs"]) == 11
+    assert len(plan["runs"]) == 10
+    assert [drop["stage"] for drop in plan["dropped"]] == ["memory"] * 3
+    assert {drop["point"].get("schedule") for drop in plan["dropped"]} == {"interleaved_zero_bubble"}
+    assert len(json.loads(command([*given, "--keep"]).out)["runs"]) == 13
     refused = command([*given, "--keep", "--prune"])
     assert refused.code == 2
     assert "--prune=true: excludes --keep; leave one out" in refused.err

@@ -37,8 +37,8 @@ PRINTED = [
         f"sweep +sweeps={sweep} --dry-run"
         for sweep in [
             "quickstart_layouts",
-            "llama3_405b_512gpus",
-            "llama3_8b_128gpus_1d_to_4d",
+            "stack_405b_512gpus",
+            "stack_8b_128gpus",
             "moe_expert_parallel",
             "pipeline_schedules",
         ]

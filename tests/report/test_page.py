@@ -79,6 +79,7 @@ def page(shared) -> Page:
 
 def test_sections_stand_in_their_order(page):
     order = [
+        "scaling",
         "pareto",
         "throughput",
         "step-time",
@@ -103,7 +104,7 @@ def test_every_mark_can_be_traced_to_a_run_folder_and_a_column(shared, page):
     assert all(name in COLUMNS or METRICS.fullmatch(name) for name in columns), columns
     # In each figure there is a mark with both; and below it a table with a row for each run.
     figures = page.text.split("<figure")[1:]
-    assert len(figures) == 5
+    assert len(figures) == 6
     for figure in figures:
         drawing, table = figure.partition("</svg>")[::2]
         assert 'data-run="' in drawing
@@ -301,7 +302,7 @@ def test_the_rows_need_not_be_of_the_right_types(made):
 
 def test_figures_for_papers(shared, tmp_path):
     made, figures = shared, sweep_figures(shared.folder.path)
-    assert list(figures) == ["pareto", "throughput", "step-time", "loss", "timeline"]
+    assert list(figures) == ["scaling", "pareto", "throughput", "step-time", "loss", "timeline"]
     into, folder = tmp_path / "report.html", tmp_path / "figures"
     report = write_report(made.folder, SweepTable(made.folder).rows(), into=into, figures=folder, format="svg")
     assert report.figures == [folder / f"{name}.svg" for name in figures]

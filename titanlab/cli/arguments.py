@@ -249,14 +249,14 @@ def _parity(add: Add) -> str:
 
 @_verb(
     "proofs",
-    "find what would break on the cluster: titanlab rehearse +sweeps=llama3_405b_512gpus",
+    "find what would break on the cluster: titanlab rehearse +sweeps=stack_405b_512gpus",
     usage="titanlab rehearse [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]",
 )
 def _rehearse(add: Add) -> str:
     """Find what would break on the cluster, on this CPU.
 
-      titanlab rehearse +sweeps=llama3_405b_512gpus             every recipe of a sweep, a few steps each
-      titanlab rehearse +sweeps=llama3_405b_512gpus --only 1f1b
+      titanlab rehearse +sweeps=stack_405b_512gpus              every recipe of a sweep, a few steps each
+      titanlab rehearse +sweeps=stack_405b_512gpus --only 1f1b
       titanlab rehearse +recipe=llama3_1_8b_256gpus_4d
 
     Each recipe is composed and checked in its real size, then reduced and trained for a few steps: its layout is

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,8 @@ def choose(arguments: Sequence[str], runs: str) -> ProofCandidates:
             chosen.broken.append((run.path.name, str(error)))
         else:
             chosen.candidates.append(Candidate(run=run.path.name, recipe=recipe))
+    if sweep.manifest():
+        chosen.candidates[:] = _without_repeats(chosen.candidates)
     for row in sweep.points():
         if isinstance(dropped := row.get("dropped"), dict):
             label = ", ".join(f"{key}={value}" for key, value in row["point"].items())
@@ -160,10 +162,20 @@ def _of_command_line(arguments: Sequence[str]) -> ProofCandidates:
     folder = root / study.name
     is_kept = study.origin != COMMAND_LINE or SweepFolder(folder).manifest()
     named = study.planned[0].recipe.name if study.name == SINGLE else f"{study.name} ({study.origin})"
+    candidates = _without_repeats(candidates)
     chosen = ProofCandidates(title=named, candidates=candidates, folder=folder if is_kept else None)
     for drop in study.dropped:
         chosen.drop(drop.stage, drop.point.label, drop.reason)
     return chosen
+
+
+def _without_repeats(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first candidate of each recipe: repeats, and the control after them, train the same."""
+    kept: dict[Recipe, Candidate] = {}
+    for each in sorted(candidates, key=lambda each: each.recipe.repeat):
+        kept.setdefault(replace(each.recipe, name="", repeat=0), each)
+    chosen = set(map(id, kept.values()))
+    return [each for each in candidates if id(each) in chosen]
 
 
 def heading(chosen: ProofCandidates, what: str, proofs: Sequence[Reduced], steps: int) -> str:

@@ -34,7 +34,7 @@ class SweepSpace:
     """A space of recipes; `titanlab.sweep.space` parses and checks it.
 
     Attributes:
-        space: a mapping with one of `product`, `zip` and `list`; null: only the values swept on the command line.
+        space: a mapping with one of `product`, `zip`, `list` and `stack`; null: only what the command line sweeps.
         where: conditions that a point must meet, such as `parallelism.tensor <= 8`; null: none.
         repeats: runs of every point, numbered by the recipe's `repeat`.
         control: values of a recipe that runs at the beginning, between the repeats and at the end; `{}`: only what all

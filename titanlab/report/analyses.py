@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +59,14 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     """
     import pandas as pd
 
+    rows = [row for family in scaling_families(groups(records_of(runs)), weak=weak) for row in family]
+    return pd.DataFrame(rows, columns=list(SCALING_COLUMNS))
+
+
+def scaling_families(compared: Sequence[RecipeRuns], *, weak: bool) -> list[list[dict[str, Any]]]:
+    """The rows of a `scaling_frame` for each recipe on several numbers of devices, fewest first, also with `group`."""
     families: dict[tuple[Any, ...], list[tuple[RecipeRuns, float]]] = {}
-    for group in groups(records_of(runs)):
+    for group in compared:
         if speed := group.typical("tokens_per_second"):
             row = group.rows[0]
             batch = row["global_batch"] / row["world"] if weak else row["global_batch"]
@@ -69,9 +75,10 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     for members in families.values():
         least = min(group.world for group, _ in members)
         reference, base = max((member for member in members if member[0].world == least), key=lambda member: member[1])
-        for group, speed in sorted(members, key=lambda member: member[0].world):
-            rows.append(
+        rows.append(
+            [
                 {
+                    "group": group,
                     "recipe": group.label,
                     "layout.label": group.layout,
                     "world": group.world,
@@ -84,8 +91,10 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
                     "oversubscribed": group.is_oversubscribed,
                     "runs": len(group.values("tokens_per_second")),
                 }
-            )
-    return pd.DataFrame(rows, columns=list(SCALING_COLUMNS))
+                for group, speed in sorted(members, key=lambda member: member[0].world)
+            ]
+        )
+    return rows
 
 
 _GIB = 1024**3

@@ -54,10 +54,10 @@ class Facts:
     @cached_property
     def groups(self) -> list[RecipeRuns]:
         """The recipes, fastest first; those without a measured run are last."""
-        # Oversubscribed runs come last: their speeds say nothing about the layout.
+        # Oversubscribed and emulated runs come last: their speeds say nothing about the recipe.
         return sorted(
             groups(self.rows),
-            key=lambda group: (group.is_oversubscribed, -(group.typical("tokens_per_second") or -1.0)),
+            key=lambda group: (not group.has_speed, -(group.typical("tokens_per_second") or -1.0)),
         )
 
     @cached_property

@@ -118,7 +118,7 @@ def table(caption: str, headings: Sequence[str], rows: Iterable[Iterable[Any]], 
     return PageTable(caption=caption, headings=headings, rows=[list(map(cell, row)) for row in rows], columns=columns)
 
 
-def _by_run(caption: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> PageTable:
+def by_run(caption: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> PageTable:
     """The values of some columns of the sweep's table, a row for each run."""
     values = ([run_cell(row["run"]), *(row.get(name) for name in columns)] for row in rows)
     return table(caption, ["run", *columns], values, columns=True)
@@ -165,7 +165,7 @@ def _pareto(facts: Facts, *, speed: str) -> Section:
         description += f"{speed_text(min(rate))} to {speed_text(max(rate))}."
     if front := scatter.front_of(points):
         named = [f"{p.group.label} ({speed_text(p.speed)} at {p.memory:.2f} GiB)" for p in front]
-        description += f" Not beaten in both: {_listed(named)}."
+        description += f" Not beaten in both: {listed(named)}."
     if failed:
         description += f" {counted(len(failed), 'run')} failed."
     return Section(
@@ -175,7 +175,7 @@ def _pareto(facts: Facts, *, speed: str) -> Section:
         caption=caption + _oversubscribed(facts),
         description=description,
         columns=columns,
-        values=_by_run("Memory and speed of every run", facts.runs, columns),
+        values=by_run("Memory and speed of every run", facts.runs, columns),
     )
 
 
@@ -198,9 +198,9 @@ def _throughput(facts: Facts) -> Section:
         title="Throughput by layout",
         figure=bars.throughput_by_layout(rows, ranked=True, bands=facts.bands),
         caption=caption + _oversubscribed(facts),
-        description=f"Bars of tokens per second of one device. {_listed(shown) or 'No run was measured'}.",
+        description=f"Bars of tokens per second of one device. {listed(shown) or 'No run was measured'}.",
         columns=columns,
-        values=_by_run("Speed of every run", facts.runs, columns),
+        values=by_run("Speed of every run", facts.runs, columns),
         notes=notes,
     )
 
@@ -225,7 +225,7 @@ def _step_time(facts: Facts) -> Section:
         clauses.append(f"{split.label}: {', '.join(shares)}")
     drawn = {split.run for split in splits}
     missing = [group.label for group, _ in facts.shown if drawn.isdisjoint(str(row["run"]) for row in group.rows)]
-    notes = [f"Without a bar, for lack of figures: {_listed(missing)}."] if missing else []
+    notes = [f"Without a bar, for lack of figures: {listed(missing)}."] if missing else []
     if len(facts.groups) > len(facts.shown):
         notes.append(f"Only the {len(facts.shown)} fastest of {counted(len(facts.groups), 'recipe')} are looked at.")
     values = ([run_cell(each.run), *(cell(each.seconds.get(part), digits=3) for part in parts)] for each in splits)
@@ -235,7 +235,7 @@ def _step_time(facts: Facts) -> Section:
         title=title + estimated,
         figure=bars.step_time_split(splits),
         caption=f"{caption}“Exposed” is communication of an axis {hidden}.",
-        description=f"Stacked bars of the seconds of a step. {_listed(clauses)}.",
+        description=f"Stacked bars of the seconds of a step. {listed(clauses)}.",
         columns=sorted({column for split in splits for column in split.columns}),
         values=table(heading, ["run", *map(bars.part_name, parts)], values),
         notes=notes,
@@ -306,9 +306,9 @@ def _loss(facts: Facts) -> Section:
         title="Loss against tokens",
         figure=over_time.loss_by_tokens(steps, labels=labels, colours=style.recipe_colours(facts.rows)),
         caption="Recipes that train the same have one curve; a wider line then shows on both sides of a narrower one.",
-        description=f"Lines of the training loss of {counted(drawn, 'run')}. Last loss: {_listed(last) or 'none'}.",
+        description=f"Lines of the training loss of {counted(drawn, 'run')}. Last loss: {listed(last) or 'none'}.",
         columns=[meter.LOSS, meter.TOKENS_SEEN],
-        values=_by_run("First and last loss of every run", facts.runs, columns),
+        values=by_run("First and last loss of every run", facts.runs, columns),
         notes=notes if left > 0 and drawn else [],
     )
 
@@ -403,7 +403,7 @@ def _timelines(facts: Facts) -> Section:
         section,
         figure=over_time.pipeline_timelines(drawn),
         caption=caption,
-        description=f"Timelines of {counted(len(drawn), 'pipeline')}. {_listed(clauses)}.",
+        description=f"Timelines of {counted(len(drawn), 'pipeline')}. {listed(clauses)}.",
         columns=over_time.TIMELINE_COLUMNS,
         values=table("Pipelines", headings, values),
         notes=[f"Not drawn: {line}." for line in left_out[:_MOST_RECIPES]],
@@ -486,7 +486,7 @@ def _estimates(facts: Facts) -> Section:
         + _oversubscribed(facts),
         description=f"Scatter of estimates and measurements. {'; '.join(clauses)}.",
         columns=columns,
-        values=_by_run("Estimates and measurements of every run", rows, columns),
+        values=by_run("Estimates and measurements of every run", rows, columns),
     )
 
 
@@ -494,7 +494,7 @@ def _oversubscribed(facts: Facts) -> str:
     return _OVERSUBSCRIBED if any(row["oversubscribed"] for row in facts.done) else ""
 
 
-def _listed(texts: Sequence[str]) -> str:
+def listed(texts: Sequence[str]) -> str:
     """The first texts, and how many more there are."""
     more = len(texts) - _MOST_NAMED
     return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")

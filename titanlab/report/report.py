@@ -15,12 +15,14 @@ from titanlab.errors import ConfigError
 from titanlab.report.facts import Facts, checked, moment
 from titanlab.report.figures.style import printable
 from titanlab.report.frames import folder_of
-from titanlab.report.panels import Section, figure_sections
+from titanlab.report.panels import Section, figure_sections, speed_text
 from titanlab.report.sections import sections_of
+from titanlab.report.stories import scaling_texts, story_sections
 from titanlab.sweep import SweepFolder, SweepTable, notes_of, sentence_of, state_counts
-from titanlab.system import counted, grouped, user_path, write_text
+from titanlab.system import counted, grouped, significant, user_path, write_text
 
 _FOLDER = Path(__file__).parent
+_MOST_LEFT_OUT = 3
 _SIZES = (("layers", "layers"), ("dim", "wide"))
 
 if TYPE_CHECKING:
@@ -88,7 +90,8 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
     sweep = folder_of(user_path(path))
     check_matplotlib(sweep.name)
     facts = Facts(sweep, checked(SweepTable(sweep).rows()), time.time(), by)
-    return {section.id: section.figure for section in figure_sections(facts) if section.figure is not None}
+    sections = [*story_sections(facts), *figure_sections(facts)]
+    return {section.id: section.figure for section in sections if section.figure is not None}
 
 
 def check_matplotlib(sweep: str) -> None:
@@ -173,7 +176,19 @@ def _facts(facts: Facts) -> list[tuple[str, str]]:
         models |= {f"{row['model']} ({', '.join(sizes)})"} if row["model"] else set()
     starts = [row["started"] for row in facts.runs if row["started"]]
     ends = [row["ended"] for row in facts.runs if row["ended"]]
+    hours = sum(
+        (row["ended"] - row["started"]) * row["world"] / 3600
+        for row in facts.runs
+        if row["started"] and row["ended"] and row["world"]
+    )
+    on_gpus = any(row["accelerator"] == "cuda" for row in facts.runs)
+    first, speed = facts.speeds.first, ""
+    if first is not None and first.centre is not None:
+        speed = f"{speed_text(first.centre)} tokens/s per device, {speed_text(first.centre * first.group.world)} in all"
     pairs = [
+        ("fastest", speed),
+        ("scaling efficiency", "; ".join(scaling_texts(facts))),
+        ("GPU-hours" if on_gpus else "process-hours", significant(hours, 3) if hours > 0 else ""),
         ("runs", state_counts(facts.rows).removeprefix(f"{counted(len(facts.runs), 'run')}: ")),
         ("recipes", grouped(len(facts.groups)) if facts.groups else ""),
         ("model", _few(models)),
@@ -197,6 +212,14 @@ def _notes(facts: Facts) -> list[str]:
             f"{counted(len(crowded), 'run')} had more processes than cores. They took turns, so that their speed says "
             "nothing about the layout; memory and losses count."
         )
+    if facts.done and all(row["accelerator"] == "cpu" for row in facts.done):
+        notes.append("These are speeds of a CPU: they do not transfer to GPUs.")
+    emulated = [row for row in facts.done if row["emulated"]]
+    if emulated:
+        of = counted(len(emulated), "run")
+        notes.append(f"{of} emulated products that the device lacks, such as float8: their speed gets no place.")
+    reasons = dict.fromkeys(row["cause"] for row in facts.rows if row["dropped_stage"] in ("rule", "memory"))
+    notes += [f"Left out: {reason}." for reason in list(reasons)[:_MOST_LEFT_OUT]]
     codes = {row["code"] for row in facts.done if row["code"]}
     if len(codes) > 1:
         notes.append(f"The runs were made by {len(codes)} different states of the code; see Provenance.")

@@ -13,6 +13,7 @@ from titanlab.prove import PARITY_FILE, read_parity
 from titanlab.records import OutcomeKind, redact
 from titanlab.report.facts import Facts, command_line, differences, representative, sources
 from titanlab.report.panels import Cell, PageTable, Section, cell, figure_sections, run_cell, speed_text, table
+from titanlab.report.stories import story_sections
 from titanlab.sweep import failure_text, state_tone, state_word
 from titanlab.system import counted
 
@@ -25,6 +26,7 @@ _MOST_SOURCES = 4
 def sections_of(facts: Facts) -> list[Section]:
     """All sections; a section without content says why."""
     return [
+        *story_sections(facts),
         *(
             replace(section, tables=[_recipes(facts)]) if section.id == "throughput" else section
             for section in figure_sections(facts)

@@ -350,6 +350,16 @@ class RecipeRuns:
         """Whether a run had more processes than cores."""
         return any(row["oversubscribed"] for row in self.rows)
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the device does not have the products of the precision."""
+        return any(row.get("emulated") for row in self.rows)
+
+    @property
+    def has_speed(self) -> bool:
+        """Whether the speed says something about the recipe."""
+        return not (self.is_oversubscribed or self.is_emulated)
+
     def values(self, column: str) -> list[float]:
         """The values of a column for the runs that are done and have one."""
         return [row[column] for row in self.rows if row["outcome"] == "done" and row[column] is not None]
@@ -366,8 +376,8 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
     """The recipes of a sweep, in the order of their first runs; dropped points are omitted."""
     members_of: dict[tuple[Any, ...], list[Row]] = {}
     shown = [row for row in runs(rows) if row["layout.label"] is not None]
-    # Include the swept keys: some, such as a learning rate, have no separate column.
-    others = (*_FOLLOWING, *point_keys(shown))
+    # Include the swept keys: some, such as a learning rate, have no separate column. Repeats are one recipe.
+    others = (*_FOLLOWING, *(name for name in point_keys(shown) if name != f"{POINT}repeat"))
     for row in shown:
         key = (bool(row["control"]), *(row[name] for name in (*_LAYOUT, *_RECIPE, *others)))
         members_of.setdefault(key, []).append(row)
@@ -376,8 +386,11 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
     for name in others:
         # Show the column only if two lines would look the same without it.
         seen = (*_LAYOUT, *differing)
-        distinct = {tuple(row[column] for column in seen) for row in firsts}
-        if len(distinct) < len({tuple(row[column] for column in (*seen, name)) for row in firsts}):
+        # The control is no point of the space.
+        distinct = {tuple(row[column] for column in seen) for row in firsts if not row["control"]}
+        if len(distinct) < len(
+            {tuple(row[column] for column in (*seen, name)) for row in firsts if not row["control"]}
+        ):
             differing.append(name)
     return [
         RecipeRuns(row["layout.label"], row["world"], {name: row[name] for name in differing}, members)

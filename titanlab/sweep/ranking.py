@@ -12,6 +12,7 @@ place of the tables of Dunnett's distribution: recipes may then have different n
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -32,6 +33,7 @@ COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory
 MEASURED_PEAK = "measured on this CPU"
 OWN_PEAK = "its MFU is a share of a peak that each run measured by itself; rank by tokens/s (--by tps)"
 _OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
+_EMULATED = "emulated: its products are in 32 bits on this device, so that its speed says nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ def _entry(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRe
     elif max_memory_gib is not None and memory is not None and memory > max_memory_gib:
         reason = f"needs {memory:.2f} GiB, more than {max_memory_gib:g}"
     elif not counting:
-        reason = _OVERSUBSCRIBED
+        reason = _OVERSUBSCRIBED if group.is_oversubscribed else _EMULATED
     elif by == "mfu" and any(MEASURED_PEAK in (row["mfu_convention"] or "") for row in counting):
         reason = OWN_PEAK
     elif not figures:
@@ -120,8 +122,9 @@ def _entry(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRe
 
 
 def _counting(group: RecipeRuns, by: str) -> list[Row]:
-    """The runs whose figures count: those that are done, and for a speed had a core for each process."""
-    return [row for row in group.rows if row["outcome"] == "done" and (by == "memory" or not row["oversubscribed"])]
+    """The runs that are done; for a speed, those that had a core for each process and did not emulate products."""
+    done = [row for row in group.rows if row["outcome"] == "done"]
+    return [row for row in done if by == "memory" or not (row["oversubscribed"] or row.get("emulated"))]
 
 
 def _positive(rows: Sequence[Row], column: str) -> list[float]:
@@ -198,6 +201,46 @@ Lead = tuple[float | None, tuple[float, float] | None, bool | None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class StackStep:
+    """A recipe of a stack against the ranked one before it.
+
+    Attributes:
+        gain_percent: how many percent better it is; negative if it is worse.
+        interval_percent: of 95 %, valid for all steps together; None if the noise is unknown.
+    """
+
+    entry: RankedRecipe
+    before: RankedRecipe
+    gain_percent: float
+    interval_percent: tuple[float, float] | None
+
+    @property
+    def is_within_noise(self) -> bool | None:
+        """Whether the gain may be noise only; None if that is unknown."""
+        if self.interval_percent is None:
+            return None
+        return self.interval_percent[0] <= 0 <= self.interval_percent[1]
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is worse by more than noise."""
+        return self.interval_percent is not None and self.interval_percent[1] < 0
+
+    @property
+    def gain_text(self) -> str:
+        """`+12.3% (95% interval 10.1% to 14.6%)`."""
+        text = f"{'+' if self.gain_percent >= 0 else ''}{percent(self.gain_percent)}"
+        if self.interval_percent is not None:
+            text += " (95% interval {} to {})".format(*map(percent, self.interval_percent))
+        return text + (", within noise" if self.is_within_noise else "")
+
+    def to_mapping(self) -> dict[str, Any]:
+        own = {"gain_percent": self.gain_percent, "interval_percent": self.interval_percent}
+        names = {"recipe": self.entry.label, "before": self.before.label}
+        return {**names, **own, "is_within_noise": self.is_within_noise}
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepRanking:
     """The recipes of a sweep, best first.
 
@@ -217,6 +260,7 @@ class SweepRanking:
         control_gap_percent, control_interval_percent: the same for the first against the control, as a single
             comparison.
         drift: of the control during the sweep; None unless two of its runs are done.
+        steps: the ranked recipes of a stack but the first, in the stack's order; empty: the sweep is not a stack.
     """
 
     by: str
@@ -233,6 +277,7 @@ class SweepRanking:
     control_gap_percent: float | None
     control_interval_percent: tuple[float, float] | None
     drift: Drift | None
+    steps: tuple[StackStep, ...] = ()
 
     @property
     def ranked(self) -> tuple[RankedRecipe, ...]:
@@ -258,6 +303,7 @@ class SweepRanking:
             "degrees_of_freedom": self.degrees,
             "control": None if self.control is None else self.control.to_mapping(),
             "drift": None if self.drift is None else self.drift.to_mapping(),
+            "steps": [step.to_mapping() for step in self.steps],
             "recipes": [entry.to_mapping() for entry in self.entries],
         }
 
@@ -285,20 +331,24 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         low, high = entry.centre * _exp(-half), entry.centre * _exp(half)
         return replace(entry, is_within_noise=near, low=low, high=high)
 
-    def lead(other: RankedRecipe, comparisons: int) -> Lead:
-        """The lead of the first over another recipe."""
-        assert ranked[0].centre is not None
+    def lead(first: RankedRecipe, other: RankedRecipe, comparisons: int) -> Lead:
+        """The lead of a recipe over another one."""
+        assert first.centre is not None
         assert other.centre is not None
-        lead = sign * (math.log(ranked[0].centre) - math.log(other.centre))
+        lead = sign * (math.log(first.centre) - math.log(other.centre))
         if noise is None:
             return _percent(lead, sign), None, None
-        error = noise * math.sqrt(1 / ranked[0].runs + 1 / other.runs)
+        error = noise * math.sqrt(1 / first.runs + 1 / other.runs)
         half = _t_quantile(degrees, ERROR / comparisons) * error
         return _percent(lead, sign), (_percent(lead - half, sign), _percent(lead + half, sign)), lead - half <= 0
 
     ranked = [entry for entry in entries if entry.left_out is None]
     ranked.sort(key=lambda entry: (-sign * (entry.centre or 0.0), entry.label))
-    leads = [lead(other, len(ranked) - 1) for other in ranked[1:]]
+    stacked = [entry for entry in ranked if entry.group.rows[0].get("stack_step") is not None]
+    stacked.sort(key=lambda entry: entry.group.rows[0]["stack_step"])
+    # All statements share one error: the first against each other recipe, and each step against the one before.
+    comparisons = len(ranked) - 1 + max(0, len(stacked) - 1)
+    leads = [lead(ranked[0], other, comparisons) for other in ranked[1:]]
     is_named = bool(leads) and noise is not None and not any(near for *_, near in leads)
     within = [None if noise is None else True, *(near for *_, near in leads)]
     placed = [with_interval(entry, near=near) for entry, near in zip(ranked, within, strict=bool(ranked))]
@@ -306,13 +356,17 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     control = max(controls, key=lambda entry: entry.runs, default=None)
     nothing: Lead = (None, None, None)
     gap, interval, _ = leads[0] if leads else nothing
-    control_gap, control_interval, _ = nothing if control is None or not ranked else lead(control, 1)
+    control_gap, control_interval, _ = nothing if control is None or not ranked else lead(ranked[0], control, 1)
     drift = None
     if control is not None:
         # The noise of all other recipes: its deviation and its degrees of freedom.
         others, free = _pooled(entries)
         squares = 0.0 if others is None else others**2 * free
         drift = drift_of(_counting(control.group, by), COLUMN_OF[by], squares=squares, degrees=free)
+    steps = []
+    for before, entry in itertools.pairwise(stacked):
+        gain, band, _ = lead(entry, before, comparisons)
+        steps.append(StackStep(entry=entry, before=before, gain_percent=gain or 0.0, interval_percent=band))
     return SweepRanking(
         by=by,
         max_memory_gib=max_memory_gib,
@@ -328,6 +382,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         control_gap_percent=control_gap,
         control_interval_percent=control_interval,
         drift=drift,
+        steps=tuple(steps),
     )
 
 
@@ -391,7 +446,14 @@ def percent(value: float) -> str:
 
 
 def sentence_of(ranking: SweepRanking) -> str:
-    """The answer in one sentence: who is the best and by how much, or why nobody can be named."""
+    """The answer in one sentence: who is the best and by how much, or why nobody can be named; which step is a loss."""
+    losses = [f"{step.entry.label} {step.gain_text}" for step in ranking.steps if step.is_worse]
+    if not losses:
+        return _answer(ranking)
+    return f"{_answer(ranking).removesuffix('.')}; worse than the step before: {', '.join(losses)}."
+
+
+def _answer(ranking: SweepRanking) -> str:
     by, first, second = ranking.by, ranking.first, ranking.runner_up
     if first is None:
         entries, limit = ranking.entries, ranking.max_memory_gib
@@ -507,6 +569,9 @@ def ranking_lines(ranking: SweepRanking) -> list[str]:
     if ranking.ranked:
         cells = [_cells(place, entry, ranking.by, ranking.ranked[0]) for place, entry in enumerate(ranking.ranked, 1)]
         lines += [f"  {line}" for line in aligned(HEADINGS, cells, right=_FIGURES)]
+    if ranking.steps:
+        lines.append(f"Steps, each against the one before it, from {ranking.steps[0].before.label}:")
+        lines += [f"  {step.entry.label}: {step.gain_text}" for step in ranking.steps]
     lines += notes_of(ranking)
     if ranking.left_out:
         lines.append(f"left out: {counted(len(ranking.left_out), 'recipe')}")

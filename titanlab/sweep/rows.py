@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from titanlab.costs import AXES, Layout, meter
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import JobState, States, Submission, launcher_named
+from titanlab.options import discover
 from titanlab.records import OutcomeKind, RunFolder, Status
 from titanlab.sweep.reconcile import ACTIVE, WAITING, close_dead_runs, reconcile, state_of
-from titanlab.sweep.space import as_text
+from titanlab.sweep.space import as_text, canonical_text, stack_steps
 from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, present_code
 from titanlab.system import write_bytes
 from titanlab.techniques.optimizer.contract import Schedule
@@ -47,6 +48,7 @@ COLUMNS: Mapping[str, str] = {
         (TEXT, "sweep run name hash8"),
         (WHOLE, "repeat"),
         (TRUTH, "control"),
+        (WHOLE, "stack_step"),
         (TEXT, "state outcome previous_outcome dropped_stage cause"),
         (WHOLE, "rank step steps attempt restarts"),
         (TEXT, "parent_run"),
@@ -54,7 +56,7 @@ COLUMNS: Mapping[str, str] = {
         (WHOLE, " ".join(f"layout.{axis}" for axis in AXES)),
         (TEXT, "layout.label"),
         (WHOLE, "world hosts cores"),
-        (TRUTH, "oversubscribed"),
+        (TRUTH, "oversubscribed emulated"),
         (TEXT, "accelerator device model precision ac compile schedule optimizer data"),
         (WHOLE, "seed layers dim seq_len global_batch microbatch tokens_per_step"),
         (NUMBER, "tokens_per_second tokens_per_second_all tflops mfu_percent"),
@@ -118,15 +120,16 @@ def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
     layout = Layout(**degrees, expert=config["parallelism"]["expert"])
     # As Recipe.microbatch; creating a Recipe would take longer than the whole row.
     microbatch = training["microbatch"] or (1 if layout.pipeline > 1 else training["global_batch"] // layout.data)
+    device = config["cluster"]["accelerator"], config["cluster"]["device"]
     return {
         **{f"layout.{axis}": degree for axis, degree in layout.degrees().items()},
         "layout.label": layout.label,
         "world": layout.world,
         "repeat": config["repeat"],
         "seed": config["seed"],
-        "accelerator": config["cluster"]["accelerator"],
-        "device": config["cluster"]["device"],
+        **dict(zip(("accelerator", "device"), device, strict=True)),
         **{group: config[group]["kind"] for group in ("model", "precision", "ac", "optimizer", "data")},
+        "emulated": _emulates(*(config["precision"].get(key) for key in ("kind", "emulate")), *device),
         "compile": "+".join(part for part in ("blocks", "loss") if compiled.get(part)) or "off",
         "schedule": config["schedule"]["kind"] if layout.pipeline > 1 else None,
         "layers": config["model"].get("layers"),
@@ -136,6 +139,16 @@ def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
         "microbatch": microbatch,
         "tokens_per_step": training["global_batch"] * training["seq_len"],
     }
+
+
+@functools.cache
+def _emulates(precision: str, emulate: str | None, accelerator: str, device: str) -> bool:
+    """Whether a precision of 8 bits multiplies in 32 bits on this device."""
+    known = discover()["precision"].get(precision)
+    if emulate is None or known is None:
+        return False
+    schema = known.schema(emulate=emulate)
+    return bool(schema.on_device(accelerator=accelerator, device=device).emulate == "true")
 
 
 def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
@@ -237,9 +250,11 @@ class SweepTable:
         points = self.sweep.points()
         folders = {run.path.name: run for run in self.sweep.runs()}
         jobs, known = jobs_of(self.sweep, self.sweep.submissions()), states or {}
+        steps = stack_steps(self.sweep.manifest().get("space"))
         rows = []
         for point in points:
             name, drop = point.get("run"), point.get("dropped")
+            point["stack_step"] = None if point.get("control") else steps.get(canonical_text(point.get("point")))
             facts = {"sweep": self.sweep.name, "repeat": point.get("repeat"), **_values(point)}
             if drop:
                 outcome = None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value
@@ -358,7 +373,7 @@ def _values(point: Mapping[str, Any]) -> dict[str, Any]:
     if not point:
         return {}
     values = {POINT + key: as_text(value) for key, value in point.get("point", {}).items()}
-    return {"control": point.get("control") is True, **values}
+    return {"control": point.get("control") is True, "stack_step": point.get("stack_step"), **values}
 
 
 PREFIX = "estimate."

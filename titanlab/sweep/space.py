@@ -1,13 +1,14 @@
 """The grammar of a space, its points, and conditions on a point's values.
 
-A space is a mapping with one of three words:
+A space is a mapping with one of four words:
 
     product: {parallelism: [fsdp, tp], precision: [bf16, fp32]}      all combinations: 4 points
     zip: {world: [8, 16], training.global_batch: [16, 32]}           first with first, second with second: 2 points
     list: [{ac: full}, {ac: memory_budget, ac.budget: 0.3}]          points as written: 2 points
+    stack: [{compile: "off"}, {compile: block}, {precision: bf16}]   each with the values before it: 3 points
 
-Each word also takes a list of spaces: `product` combines their points, `zip` pairs them, `list` concatenates them. An
-item without a word has the word of its list.
+Each word also takes a list of spaces: `product` combines their points, `zip` pairs them, `list` and `stack` concatenate
+them. An item without a word has the word of its list.
 
 A condition, such as `world <= 64 and precision != "fp32"`, is parsed with Python's grammar and evaluated here, node by
 node: names are keys of the recipe; comparisons, `and`, `or`, `not`, `in`, arithmetic of numbers and a few functions are
@@ -17,6 +18,7 @@ allowed, and nothing else. No code is run.
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import itertools
 import json
@@ -33,7 +35,9 @@ from titanlab.errors import ConfigError
 from titanlab.records import safe_name
 
 Values = Mapping[str, Any]
-WORDS = ("product", "zip", "list")
+WORDS = ("product", "zip", "list", "stack")
+# Their mappings are points; those of the other words have a list of values for each key.
+_OF_POINTS = ("list", "stack")
 SPACE = "space"
 LIMIT = 100_000
 _EXAMPLE = "write product: {parallelism: [fsdp, tp], precision: [bf16, fp32]}"
@@ -56,6 +60,14 @@ def expand(space: Any) -> list[Values]:
             raise ConfigError(SPACE, shown, "is there twice", "take one out; `repeats` runs every point several times")
         seen.add(text)
     return points
+
+
+def stack_steps(space: Any) -> dict[str, int]:
+    """The number of each step of a stack by the canonical text of its point; empty: the space is not a stack."""
+    with contextlib.suppress(ConfigError):
+        if isinstance(space, Mapping) and "stack" in space:
+            return {canonical_text(point): number for number, point in enumerate(expand(space))}
+    return {}
 
 
 def keys_of(points: Sequence[Values]) -> list[str]:
@@ -108,7 +120,7 @@ def _points(space: Any, place: str) -> list[Values]:
     word, inner = _read(space, place)
     at = f"{place}.{word}"
     if isinstance(inner, Mapping):
-        if word == "list":
+        if word in _OF_POINTS:
             return [dict(inner)]
         parts: list[list[Values]] = [[{key: value} for value in values] for key, values in inner.items()]
         names = list(inner)
@@ -121,8 +133,15 @@ def _points(space: Any, place: str) -> list[Values]:
     size = math.prod(sizes) if word == "product" else max(sizes) if word == "zip" else sum(sizes)
     if size > LIMIT:
         raise ConfigError(place, size, f"are more points than {LIMIT}", "take some values out")
-    if word == "list":
-        return [point for part in parts for point in part]
+    if word in _OF_POINTS:
+        points = [point for part in parts for point in part]
+        if word == "list":
+            return points
+        # A step keeps the values of the steps before it.
+        steps: list[Values] = []
+        for point in points:
+            steps.append({**(steps[-1] if steps else {}), **point})
+        return steps
     if word == "zip":
         for name, part in zip(names, parts, strict=True):
             if len(part) != len(parts[0]):
@@ -162,19 +181,19 @@ def _items(word: str, inner: Sequence[Any], place: str) -> list[tuple[Any, str]]
     for number, item in enumerate(inner):
         at = f"{place}.{word}[{number}]"
         if not isinstance(item, Mapping):
-            cure = "write {key: value}" if word == "list" else "write {key: [values]}"
+            cure = "write {key: value}" if word in _OF_POINTS else "write {key: [values]}"
             raise ConfigError(at, item, "is neither a space nor a mapping of keys", cure)
         items.append((item if any(name in item for name in WORDS) else {word: item}, at))
     return items
 
 
 def _check_mapping(inner: Mapping[Any, Any], word: str, at: str) -> None:
-    if not inner and word != "list":
+    if not inner and word not in _OF_POINTS:
         raise ConfigError(at, "{}", "has no key", _EXAMPLE)
     for key, values in inner.items():
         if not isinstance(key, str) or not key.strip():
             raise ConfigError(at, key, "is not a key of a recipe", "write keys as text, such as training.seq_len")
-        if word == "list":
+        if word in _OF_POINTS:
             continue
         where = f"{at}.{key}"
         if not isinstance(values, list):

@@ -278,7 +278,7 @@ def reserved(monkeypatch):
 
 
 def test_what_exceeds_memory_by_more_than_the_error_of_estimates_is_left_out(tmp_path, reserved):
-    """5 of 11 points of llama3_405b_512gpus were submitted although their estimates were two to three times too much."""
+    """5 of 11 points of a sweep for 512 GPUs were submitted although their estimates were two to three times too much."""
     reserved.update({0: 80_000_000_000, 1: 93_600_000_000, 2: 117_700_000_000})
     given = study(tmp_path, seeds(4), dropped=[{"seed": 9}])
     kept = fitting(given, strictly=False)

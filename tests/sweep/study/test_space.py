@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from titanlab.errors import ConfigError
 from titanlab.records import check_name
-from titanlab.sweep.space import LENGTH, LIMIT, SweepPoint, control_points, expand, read_expression, starting_order
+from titanlab.sweep.space import (
+    LENGTH,
+    LIMIT,
+    SweepPoint,
+    control_points,
+    expand,
+    read_expression,
+    stack_steps,
+    starting_order,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +49,7 @@ def test_the_points_of_a_space(space, points):
     [
         (None, "space", "is not a space"),
         ([{"a": 1}], "space", "is not a space"),
-        ({}, "space", "has no word of a space: product, zip, list"),
+        ({}, "space", "has no word of a space: product, zip, list, stack"),
         ({"prodct": {"a": [1]}}, "space", "did you mean product?"),
         ({"product": {"a": [1]}, "zip": {"b": [2]}}, "space", "has product and zip beside each other"),
         ({"product": {"a": [1]}, "seed": [2]}, "space", "has product and seed beside each other"),
@@ -273,3 +282,19 @@ def test_the_control_runs_before_each_round_and_at_the_end_and_at_least_three_ti
     # No repeat of a point has a number of these: a sweep has at most 1,000.
     assert [point.repeat for point in planned] == list(range(1000, 1000 + count))
     assert len({point.label for point in planned}) == count
+
+
+def test_a_step_of_a_stack_keeps_the_values_of_the_steps_before_it():
+    space = {"stack": [{}, {"compile": "block"}, {"precision": "bf16"}, {"compile": "off"}]}
+    points = expand(space)
+    assert points == [
+        {},
+        {"compile": "block"},
+        {"compile": "block", "precision": "bf16"},
+        {"compile": "off", "precision": "bf16"},
+    ]
+    assert list(stack_steps(space).values()) == [0, 1, 2, 3]
+    assert stack_steps({"list": [{}, {"ac": "full"}]}) == {}
+    assert expand({"product": [space, {"seed": [1, 2]}]})[-1] == {"compile": "off", "precision": "bf16", "seed": 2}
+    with pytest.raises(ConfigError, match="is there twice"):
+        expand({"stack": [{"ac": "full"}, {"ac": "full"}]})

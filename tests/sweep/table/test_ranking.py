@@ -356,3 +356,73 @@ def test_a_control_that_goes_up_and_down_has_no_drift():
     drift = drift_of(rows((0.0, 100.0), (10.0, 120.0), (20.0, 100.0)), "speed")
     assert drift.percent == pytest.approx(0.0, abs=1e-9)
     assert drift.is_within_noise is True
+
+
+def stacked(*speeds, **given):
+    """Rows of a stack: three runs of each step, which differ by a percent."""
+    return [
+        row(f"step{number}", speed * share, stack_step=number, **given)
+        for number, speed in enumerate(speeds)
+        for share in (0.99, 1.0, 1.01)
+    ]
+
+
+def test_the_steps_of_a_stack_are_each_compared_with_the_one_before():
+    ranking = rank(stacked(1000.0, 1160.0, 1450.0))
+    assert [(step.before.label, step.entry.label) for step in ranking.steps] == [("step0", "step1"), ("step1", "step2")]
+    assert [step.gain_percent for step in ranking.steps] == pytest.approx([16.0, 25.0])
+    assert [step.is_within_noise for step in ranking.steps] == [False, False]
+    assert sentence_of(ranking).startswith("step2 is the fastest: ")
+    assert "worse" not in sentence_of(ranking)
+    lines = ranking_lines(ranking)
+    assert "Steps, each against the one before it, from step0:" in lines
+    assert any(line.startswith("  step1: +16.0% (95% interval ") for line in lines)
+    assert [step["recipe"] for step in ranking.to_mapping()["steps"]] == ["step1", "step2"]
+
+
+@pytest.mark.parametrize("slow", [1, 2, 3])
+def test_a_step_that_is_a_fifth_slower_is_named_in_the_first_sentence(slow):
+    speeds = [1000.0, 1160.0, 1300.0, 1500.0]
+    speeds[slow] = 0.8 * speeds[slow - 1]
+    sentence = sentence_of(rank(stacked(*speeds)))
+    assert f"; worse than the step before: step{slow} -20.0% (95% interval " in sentence
+    assert sentence.count("step before") == 1
+
+
+def test_a_step_within_noise_is_no_loss_and_a_failed_one_is_passed_over():
+    ranking = rank([*stacked(1000.0, 995.0), *stacked(1200.0)[:1]])
+    assert ranking.steps[0].is_within_noise
+    assert "step before" not in sentence_of(ranking)
+    rows = stacked(1000.0, 1100.0, 1200.0)
+    for each in rows[3:6]:
+        each["outcome"] = "oom"
+    (step,) = rank(rows).steps
+    assert (step.before.label, step.entry.label) == ("step0", "step2")
+
+
+def test_the_steps_have_no_wrong_loss_in_nineteen_of_twenty_equal_stacks():
+    rng, wrong = random.Random(4), 0
+    for _ in range(400):
+        rows = [
+            row(f"step{number}", 1000.0 * math.exp(rng.gauss(0.0, NOISE)), stack_step=number)
+            for number in range(4)
+            for _ in range(3)
+        ]
+        ranking = rank(rows)
+        wrong += ranking.winner is not None or any(not step.is_within_noise for step in ranking.steps)
+    assert wrong / 400 <= 0.05
+
+
+def test_emulated_products_get_no_place_by_speed_but_by_memory():
+    rows = [*repeated("dp_s2", 1000.0, 1010.0), *repeated("tp2", 9000.0, 9010.0, emulated=True, precision="float8")]
+    ranking = rank(rows)
+    assert [entry.group.layout for entry in ranking.ranked] == ["dp_s2"]
+    (left,) = ranking.left_out
+    assert left.left_out.startswith("emulated: ")
+    assert len(rank(rows, by="memory").ranked) == 2
+
+
+def test_repeats_that_the_command_line_gives_are_one_recipe():
+    rows = [row("dp_s2", 1000.0 + number, repeat=number, **{"point.repeat": str(number)}) for number in range(3)]
+    (entry,) = rank(rows).entries
+    assert (entry.label, entry.runs) == ("dp_s2", 3)

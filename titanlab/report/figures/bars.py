@@ -42,7 +42,7 @@ def throughput_by_layout(
     if ranked:
         compared = sorted(
             compared,
-            key=lambda group: (group.is_oversubscribed, -(group.typical(column) or -1.0)),
+            key=lambda group: (not group.has_speed, -(group.typical(column) or -1.0)),
         )
 
     def text(group: RecipeRuns, value: float) -> str:
@@ -52,7 +52,25 @@ def throughput_by_layout(
         return words if together or mfu is None else f"{words}  (MFU {mfu:.1f}%)"
 
     label = f"tokens per second of {of}, median step after warm-up"
-    return _bars(compared, column, "throughput", label, text, bands=bands or {})
+    return _bars(compared, column, "throughput by layout", label, text, bands=bands or {})
+
+
+def stack_steps(
+    steps: Sequence[RecipeRuns], gains: Mapping[int, str], bands: Mapping[str, tuple[float, float]]
+) -> TracedFigure:
+    """Tokens per second of the steps of a stack, in their order.
+
+    Args:
+        gains: the text of a step's gain, by the id of its recipe.
+        bands: an interval for each recipe, by its label.
+    """
+
+    def text(group: RecipeRuns, value: float) -> str:
+        return f"{grouped(value)}  {gains.get(id(group), '')}".rstrip()
+
+    return _bars(
+        steps, "tokens_per_second", "what each step adds", "tokens per second of one device", text, bands=bands
+    )
 
 
 def memory_by_layout(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
@@ -62,7 +80,7 @@ def memory_by_layout(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFig
     kind = "reserved by the allocator" if on_gpu else "resident memory of the process on a CPU"
     label = f"GiB at the peak, of the rank that logs: {kind}"
     # Oversubscribed cores change the speed, not the memory of a process.
-    return _bars(compared, "memory_gib", "memory", label, lambda _, value: f"{value:.2f}", hatched=False)
+    return _bars(compared, "memory_gib", "memory by layout", label, lambda _, value: f"{value:.2f}", hatched=False)
 
 
 def _bars(
@@ -77,7 +95,7 @@ def _bars(
 ) -> TracedFigure:
     """A horizontal bar for each recipe; a recipe without a value shows its outcomes as text."""
     shown = compared[: style.MOST_BARS]
-    figure, axis = style.new_bars(len(shown), f"{title} by layout")
+    figure, axis = style.new_bars(len(shown), title)
     longest = max((value for group in shown for value in group.values(column)), default=1.0) or 1.0
     # An interval from two runs can be many times as long as a bar: cut it here.
     furthest = min(max([longest, *(high for _, high in (bands or {}).values())]), _MOST_BAND * longest)
@@ -113,7 +131,10 @@ def _bars(
         words: dict[str, Any] = {"va": "center", "fontsize": 8.5, "color": style.INK}
         axis.text(furthest_mark + 0.02 * furthest, place, text(group, value), **words)
     axis.set_xlim(0, furthest * _ROOM)
-    labels = [f"{group.label} (control)" if group.is_control else group.label for group in shown]
+    labels = [
+        group.label + (" (control)" if group.is_control else "") + (" (emulated)" if group.is_emulated else "")
+        for group in shown
+    ]
     style.label_bars(axis, labels, len(compared))
     axis.set_xlabel(label)
     axis.xaxis.set_major_formatter(lambda value, _: grouped(value) if longest >= 10 else significant(value, 2))

@@ -100,10 +100,10 @@ def points_of(rows: Sequence[Mapping[str, Any]], speed: str) -> list[ParetoPoint
 
 
 def front_of(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
-    """The points with less memory than every faster one, by memory; oversubscribed ones do not count."""
+    """The points with less memory than every faster one, by memory, of the recipes whose speed says something."""
     front: list[ParetoPoint] = []
     for point in sorted(points, key=lambda point: (point.memory, -point.speed)):
-        if not point.group.is_oversubscribed and (not front or point.speed > front[-1].speed):
+        if point.group.has_speed and (not front or point.speed > front[-1].speed):
             front.append(point)
     return front
 

@@ -1,0 +1,122 @@
+"""The sections of sweeps that tell a story: a stack, scaling, growing sequences; what the first box and the notes say."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.report.plain import facts_of, run
+from titanlab.report.report import html
+from titanlab.report.sections import sections_of
+from titanlab.report.stories import scaling_series, scaling_texts, story_sections
+
+GPU = {"accelerator": "cuda", "device": "NVIDIA H100 80GB HBM3", "ended": 3600.0, "started": 1.0, "global_batch": 8}
+
+
+def repeated(name, layout, speed, **given):
+    """Three runs that differ by a percent."""
+    return [run(f"{name}-{n}", layout, speed * share, **given) for n, share in enumerate((0.99, 1.0, 1.01))]
+
+
+def stack(*speeds, **given):
+    rows = []
+    for number, speed in enumerate(speeds):
+        name = ("off", "blocks", "blocks+loss", "loss")[number]
+        rows += repeated(name, "dp_s8", speed, compile=name, stack_step=number, world=8, **{**GPU, **given})
+    return rows
+
+
+def scaling(*, weak):
+    rows = []
+    for world, share in ((8, 1.0), (16, 0.97), (32, 0.9)):
+        batch = 2 * world if weak else 128
+        given = {**GPU, "world": world, "global_batch": batch, "seq_len": 128}
+        rows += repeated(f"{weak}{world}", f"dp_s{world}", 1000.0 * (share if weak else share**2), **given)
+    return rows
+
+
+def lengths(**given):
+    rows = []
+    for number, length in enumerate((1024, 2048, 4096)):
+        own = {**GPU, "world": 8, "seq_len": length, "layout.context": 2**number, **given}
+        rows += repeated(f"r{length}", f"cp{2**number}", 1000.0 / 2**number, memory_gib=10.0 + number, **own)
+    return rows
+
+
+def stories(*rows):
+    return {section.id: section for section in story_sections(facts_of(*rows))}
+
+
+def texts(table):
+    return [[cell.text for cell in line] for line in table.rows]
+
+
+def test_a_stack_is_steps_with_their_gains_and_bands():
+    section = stories(*stack(1000.0, 1160.0, 1500.0))["stack"]
+    rows = texts(section.tables[0])
+    assert [row[0] for row in rows] == ["dp_s8 · off", "dp_s8 · blocks", "dp_s8 · blocks+loss"]
+    assert [row[2] for row in rows] == ["", "dp_s8 · off", "dp_s8 · blocks"]
+    assert re.fullmatch(r"\+16\.0% \(95% interval 1\d\.\d% to 1\d\.\d%\)", rows[1][3])
+    drawn = [mark for mark in section.figure.marks.values() if "+16.0%" in mark.text]
+    assert [mark.runs for mark in drawn] == [("blocks-0", "blocks-1", "blocks-2")]
+    assert "stack" not in stories(*repeated("a", "dp_s2", 1000.0), *repeated("b", "tp2", 900.0))
+
+
+@pytest.mark.parametrize("slow", [1, 2, 3])
+def test_a_step_that_is_a_fifth_slower_is_named_by_the_first_sentence_of_the_report(tmp_path, slow):
+    speeds = [1000.0, 1160.0, 1300.0, 1500.0]
+    speeds[slow] = 0.8 * speeds[slow - 1]
+    rows = stack(*speeds)
+    facts = facts_of(*rows, folder=tmp_path)
+    page = html(facts, sections_of(facts), into=tmp_path)
+    (answer,) = re.findall(r'<p class="answer">(.*?)</p>', page)
+    assert f"; worse than the step before: dp_s8 · {rows[3 * slow]['compile']} -20.0% (95% interval " in answer
+
+
+def test_scaling_is_efficiency_against_the_fewest_devices():
+    rows = [*scaling(weak=True), *scaling(weak=False)]
+    section = stories(*rows)["scaling"]
+    efficiencies = {(row[0].partition(",")[0], row[2]): row[6] for row in texts(section.tables[0])}
+    assert efficiencies[("weak", "32")] == "90.00"
+    assert efficiencies[("strong", "32")] == "81.00"
+    assert efficiencies[("weak", "8")] == "100.0"
+    assert scaling_texts(facts_of(*rows)) == ["weak: 90% on 32, of 8", "strong: 81% on 32, of 8"]
+    # Two recipes on equally many devices do not scale; nor does one whose other sizes were oversubscribed.
+    assert "scaling" not in stories(*stack(1000.0, 1100.0))
+    for row in rows:
+        row["oversubscribed"] = row["world"] > 8
+    assert scaling_series(facts_of(*rows)) == {}
+
+
+def test_growing_sequences_are_speed_and_memory_by_length():
+    section = stories(*lengths())["context"]
+    assert [row[1:] for row in texts(section.tables[0])] == [
+        ["1,024", "1", "1,000", "10.00"],
+        ["2,048", "2", "500", "11.00"],
+        ["4,096", "4", "250", "12.00"],
+    ]
+    columns = [mark.columns for mark in section.figure.marks.values()]
+    assert columns == [("tokens_per_second",)] * 3 + [("memory_gib",)] * 3
+
+
+def test_the_first_box_has_speeds_scaling_and_hours(tmp_path):
+    facts = facts_of(*scaling(weak=True), folder=tmp_path)
+    box = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html(facts, sections_of(facts), into=tmp_path)))
+    assert box["fastest"] == "1,000 tokens/s per device, 8,000 in all"
+    assert box["scaling efficiency"] == "weak: 90% on 32, of 8"
+    assert box["GPU-hours"] == "168"
+
+
+def test_a_twin_says_that_its_speeds_do_not_transfer_and_what_it_leaves_out(tmp_path):
+    rows = stack(1000.0, 1100.0, accelerator="cpu", device="cpu")
+    rows += repeated("f8", "dp_s8", 9000.0, precision="float8", accelerator="cpu", emulated=True, stack_step=2, world=8)
+    dropped = {**rows[0], "run": None, "state": "dropped", "outcome": "infeasible", "dropped_stage": "rule"}
+    dropped["cause"] = "parallelism.async_tensor=true: needs symmetric memory between GPUs"
+    facts = facts_of(*rows, dropped, folder=tmp_path)
+    page = html(facts, sections_of(facts), into=tmp_path)
+    assert "<li>These are speeds of a CPU: they do not transfer to GPUs.</li>" in page
+    assert "<li>3 runs emulated products that the device lacks, such as float8: their speed gets no place.</li>" in page
+    assert "<li>Left out: parallelism.async_tensor=true: needs symmetric memory between GPUs.</li>" in page
+    assert "float8" not in re.findall(r'<p class="answer">(.*?)</p>', page)[0]
+    assert len(stories(*rows)["stack"].tables[0].rows) == 2
