@@ -126,6 +126,7 @@ def test_two_workers_fail_and_report_as_one_process_does(planted):
     assert (len(ranks), len(others), len(set(others))) == (4, 2, 1)
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_fails_the_run(planted):
     dying = "import os\ndef test_dies(): os._exit(0)\n"
     code, output = planted(

@@ -624,6 +624,17 @@ quickstart --keep conf ⇒ --keep=conf: has files already; give an empty folder,
 ROWS = [(verb, *row.split("⇒ ")) for verb, rows in TABLES.items() for row in rows.strip().splitlines()]
 
 
+def rows_by_layer() -> list[object]:
+    """In `make test`, of the rows of a verb with the same rule and the same begin of a cure, the first."""
+    seen, rows = set(), []
+    for verb, typed, line in ROWS:
+        rule, _, cure = line.partition(": ")[2].partition("; ")
+        words = (verb, re.sub(r"[\W\d]+", " ", rule)[:25], cure[:7])
+        rows.append(pytest.param(verb, typed, line, marks=[pytest.mark.full] if words in seen else []))
+        seen.add(words)
+    return rows
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
@@ -652,7 +663,7 @@ def words_of(verb: str, typed: str) -> tuple[list[str], dict[str, str]]:
     return [*verb.split(), *words], environ
 
 
-@pytest.mark.parametrize(("verb", "typed", "line"), ROWS, ids=lambda text: text[:60])
+@pytest.mark.parametrize(("verb", "typed", "line"), rows_by_layer(), ids=lambda text: text[:60])
 def test_a_mistake_is_its_line(command, verb, typed, line):
     words, environ = words_of(verb, typed)
     said = command(words, **environ)
