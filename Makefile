@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH_INSTALL_ARGS ?=
 # More arguments for pytest: make test ARGS="-k stream -x"
 ARGS ?=
-# For make test-full: K/N, the covering rows and one part of the others
+# For make test-full: K/N, a third of the covering rows and one part of the others
 PART ?=
 
 # Two pytest processes, which start with the tests of ranks (tests/workers.py); on two cores a third one gains nothing. A
@@ -50,7 +50,7 @@ quickstart: $(READY) ## train a small Llama, let it write code, then compare it 
 test: $(READY) ## run the tests that take minutes together (ARGS='-k word' selects)
 	@$(BIN)/python -m pytest -m "not full and not slurm and not browser" $(TWO_WORKERS) $(ARGS)
 
-test-full: $(READY) ## run the slower layer of tests, and write the pages that show its rows (PART=3/8: the third eighth of it)
+test-full: $(READY) ## run the slower layer of tests, and write the pages that show its rows (PART=3/24: a share of it)
 	@TITANLAB_WRITE_PARITY=$(if $(PART),0,1) $(BIN)/python -m pytest -m "(full$(if $(PART),, or on_page)) and not slurm and not browser" \
 	  $(if $(PART),--part $(PART)) $(TWO_WORKERS) $(ARGS)
 

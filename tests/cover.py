@@ -1,4 +1,4 @@
-"""Which rows of a product CI runs each time: enough that every pair of options that the product has appears in a row."""
+"""Which rows of a product CI runs most often: enough that every pair of options that the product has appears in a row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cover(
 
 
 def marks(row: Row, *, always: Collection[Row], covering: Collection[Row]) -> list[pytest.MarkDecorator]:
-    """The layer of tests that runs a row: `make test`, or `make test-full`, of which CI always runs the covering rows."""
+    """The layer of tests that runs a row: `make test`, or `make test-full`, whose covering rows CI runs more often."""
     if row in always:
         return []
     return [pytest.mark.full, pytest.mark.covering] if row in covering else [pytest.mark.full]

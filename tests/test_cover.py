@@ -1,4 +1,4 @@
-"""CI's rows of the matrices hold every pair of options that the whole matrices hold, and every axis with every technique."""
+"""The covering rows of the matrices hold every pair of options of the whole matrices, and every axis with every technique."""
 
 from itertools import product
 
@@ -26,7 +26,7 @@ def shown(rows):
 
 
 @pytest.mark.parametrize("matrix", [parity_rows, technique_rows])
-def test_rows_of_ci_hold_every_pair_of_the_matrix(matrix):
+def test_covering_rows_hold_every_pair_of_the_matrix(matrix):
     covering = [*matrix.ALWAYS, *matrix.COVERING]
     left = shown(matrix.ROWS) - shown(covering)
     assert all(pair in BY_TURNS for pair in left)
@@ -46,11 +46,11 @@ TECHNIQUES = sorted(
 # What the matrix of layouts uses.
 PLAIN = ["precision=fp32", "ac=none", "compile="]
 # A row that generates code takes longer than all the rest of it, and its graphs are those that aot_eager traces: CI runs
-# an eighth of these rows each time.
+# one of 24 parts of these rows each time.
 BY_TURNS = {frozenset(pair) for pair in product(["compile=inductor"], SCHEDULES)}
 
 
-def test_every_pair_of_axis_technique_and_schedule_is_in_ci():
+def test_every_pair_of_axis_technique_and_schedule_is_in_the_covering_rows():
     layouts = [*parity_rows.ALWAYS, *parity_rows.COVERING]
     held = shown([*technique_rows.ALWAYS, *technique_rows.COVERING])
     held = held.union(*(pairs([*row.options(), *PLAIN]) for row in layouts))

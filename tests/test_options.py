@@ -17,18 +17,7 @@ from titanlab.techniques.model.llama_schema import Llama
 from titanlab.techniques.precision.cast_schema import Bf16
 
 PRESETS = {"training", "parallelism", "cluster", "compile"}
-ALTERNATIVES = {
-    "model",
-    "precision",
-    "optimizer",
-    "data",
-    "tracker",
-    "launch",
-    "schedule",
-    "ac",
-    "checkpoint",
-    "profiler",
-}
+ALTERNATIVES = set("model precision optimizer data tracker launch schedule ac checkpoint profiler".split())
 
 
 @pytest.fixture

@@ -126,6 +126,7 @@ def test_two_workers_fail_and_report_as_one_process_does(planted):
     assert (len(ranks), len(others), len(set(others))) == (4, 2, 1)
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_fails_the_run(planted):
     dying = "import os\ndef test_dies(): os._exit(0)\n"
     code, output = planted(
@@ -143,19 +144,21 @@ class Item:
         return name in self.markers
 
 
-def test_eight_parts_are_the_slower_layer():
-    items = [Item(*("full", "covering")[: number % 3]) for number in range(60)]
-    rotating = [item for item in items if item.markers == ("full",)]
+def test_three_parts_hold_the_covering_rows_and_all_parts_the_slower_layer():
+    items = [Item(*("full", "covering")[: number % 3]) for number in range(90)]
+    quick, others, covering = ([item for item in items if len(item.markers) == count] for count in range(3))
     config = Mock()
     parts = []
-    for part in range(1, 9):
-        config.option.part, left = f"{part}/8", list(items)
+    for part in range(1, 25):
+        config.option.part, left = f"{part}/24", list(items)
         select_part(config, left)
-        assert [item for item in left if item not in rotating] == [item for item in items if item not in rotating]
-        parts.append([item for item in left if item in rotating])
-    assert sorted(map(len, parts)) == [2] * 4 + [3] * 4
-    assert {item for part in parts for item in part} == set(rotating)
-    for wrong in ("0/8", "9/8"):
+        assert [item for item in left if item in quick] == quick
+        parts.append({item for item in left if item not in quick})
+    assert all(len(part & {*covering}) == 10 for part in parts)
+    assert all({*covering} <= set().union(*parts[start : start + 3]) for start in range(22))
+    assert sorted(len(part & {*others}) for part in parts) == [1] * 18 + [2] * 6
+    assert {*others} <= set().union(*parts)
+    for wrong in ("0/24", "25/24"):
         config.option.part = wrong
         with pytest.raises(pytest.UsageError, match="between 1 and"):
             select_part(config, [])

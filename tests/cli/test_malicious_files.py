@@ -110,19 +110,7 @@ def test_no_verb_trusts_a_file(made, tmp_path, capsys, part):
 # Clears the screen, sets the title, colours, returns to the line's beginning, and turns the direction of the text.
 SEQUENCES = "\x1b[2J\x1b]0;owned\x07\x1b[31m\r\x9b31m\u202e"
 # Texts that are only shown.
-SHOWN = (
-    "cause",
-    "traceback",
-    "host",
-    "name",
-    "phase",
-    "file",
-    "function",
-    "operation",
-    "activity",
-    "job_id",
-    "outcome",
-)
+SHOWN = "cause traceback host name phase file function operation activity job_id outcome".split()
 
 
 def with_sequences(value, key="", *, only=()):

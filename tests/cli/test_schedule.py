@@ -54,11 +54,6 @@ def test_durations_are_of_a_ranks_layers(schedule):
     assert "bubble          11.1 %" in out
 
 
-def test_cures_are_in_the_words_of_the_verb(schedule):
-    _, _, err = schedule("dualpipe_v --microbatches 3")
-    assert err.endswith("try titanlab schedule zbv, or other --microbatches\n")
-
-
 def test_all_are_compared(schedule):
     code, out, _ = schedule("all --ranks 4 --microbatches 8 --stages-per-rank 3")
     table = out.splitlines()

@@ -77,9 +77,6 @@ def test_points_that_cannot_fit_into_memory_are_left_out_of_a_sweep(command):
     assert [drop["stage"] for drop in plan["dropped"]] == ["memory"] * 3
     assert {drop["point"].get("schedule") for drop in plan["dropped"]} == {"interleaved_zero_bubble"}
     assert len(json.loads(command([*given, "--keep"]).out)["runs"]) == 13
-    refused = command([*given, "--keep", "--prune"])
-    assert refused.code == 2
-    assert "--prune=true: excludes --keep; leave one out" in refused.err
 
 
 def test_a_dry_run_without_an_answer_of_slurm_says_so_and_plans(command, sweep, tmp_path, monkeypatch):

@@ -1,10 +1,8 @@
 """The verb that trains, apart from the training."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from titanlab.cli import sweep, verbs
+from titanlab.cli import sweep
 from titanlab.cli.verbs import call
 from titanlab.launch import execute
 from titanlab.records import Outcome, OutcomeKind
@@ -52,12 +50,3 @@ def test_a_dry_run_shows_what_would_be_started(command, arguments, runs):
     lines = said.out.splitlines()
     assert lines[-1] == "nothing was submitted (--dry-run)"
     assert f"{runs} to submit" in lines
-
-
-def test_ctrl_c_before_anything_starts_is_one_line(monkeypatch, capsys):
-    def interrupted(arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(verbs.importlib, "import_module", lambda name: SimpleNamespace(train_verb=interrupted))
-    assert verbs.main(["train"]) == 130
-    assert capsys.readouterr().err == "error: interrupted; nothing was started\n"

@@ -135,18 +135,20 @@ def test_whoever_reads_no_more_gets_no_traceback(tmp_path, arguments, unbuffered
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_a_full_disk_below_the_output_is_one_line():
-    for unbuffered in ("", "1"):
-        done = titanlab("--help", '"$@" >/dev/full', PYTHONUNBUFFERED=unbuffered)
-        assert (done.returncode, done.stderr) == (1, b"error: the disk is full: make room\n")
-
-
 @pytest.mark.parametrize(
-    "arguments", ["status --json", "train --cfg job", "sweep +sweeps=quickstart_layouts --dry-run"]
+    ("arguments", "unbuffered"),
+    [
+        ("--help", ""),
+        ("status --json", "1"),
+        *(
+            pytest.param(line, "1", marks=pytest.mark.full)
+            for line in ("--help", "train --cfg job", "sweep +sweeps=quickstart_layouts --dry-run")
+        ),
+    ],
 )
-def test_output_that_a_full_disk_does_not_take_is_a_failure(tmp_path, arguments):
+def test_output_that_a_full_disk_does_not_take_is_a_failure(tmp_path, arguments, unbuffered):
     """A script that redirects a table or JSON would go on with an empty file."""
-    done = titanlab(arguments, f'cd {tmp_path}; "$@" >/dev/full', PYTHONUNBUFFERED="1")
+    done = titanlab(arguments, f'cd {tmp_path}; "$@" >/dev/full', PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (1, b"error: the disk is full: make room\n")
 
 

@@ -83,13 +83,24 @@ def test_a_section_is_a_package_that_works(tmp_path: Path, title: str) -> None:
     check_commands(section.commands, section.files, tmp_path)
 
 
+# What is typed of an installed option: a value that breaks a rule of its own, and TAB.
+TYPED = (
+    Command(
+        0,
+        "titanlab train optimizer=lion optimizer.betas=[1.0]",
+        "error: optimizer.betas=[1.0]: must be two numbers in [0, 1); try [0.9,0.99]",
+    ),
+    Command(0, 'COMP_LINE="titanlab train optimizer=l" titanlab completion query', "optimizer=lion"),
+)
+
+
 def test_the_page_begins_with_a_command_of_the_optimizer(tmp_path: Path) -> None:
     beginning = PAGE.read_text().partition("\n## ")[0]
     commands = [
         command for _, language, text in FENCE.findall(beginning) for command in Block(0, language, text).commands()
     ]
     assert [command.text for command in commands] == ["titanlab train optimizer=lion --cfg job --package optimizer"]
-    check_commands(commands, sections()["An optimizer"].files, tmp_path)
+    check_commands([*commands, *TYPED], sections()["An optimizer"].files, tmp_path)
 
 
 def check_commands(commands: Iterable[Command], files: dict[str, str], folder: Path) -> None:

@@ -92,16 +92,23 @@ def test_at_the_end_of_the_backward_pass_all_gradients_exist(degrees):
 FSDP = {"dim": 128, "layers": 8, "heads": 8, "kv_heads": 4, "ffn_dim": 448, "global_batch": 16, "microbatch": 1}
 
 
-@pytest.mark.parametrize("choice", ["last", "each"])
+LAYOUTS = [
+    {"shard": 4, "bf16": True},
+    {"replicate": 2, "shard": 2},
+    {"replicate": 2, "shard": 2, "precision": Bf16(reduce="bf16")},
+    {"shard": 2, "context": 2, "tensor": 2, "bf16": True, "reshard_after_forward": "never"},
+]
+
+
+# In `make test`, every layout and every choice once.
 @pytest.mark.parametrize(
-    "given",
+    ("given", "choice"),
     [
-        {"shard": 4, "bf16": True},
-        {"replicate": 2, "shard": 2},
-        {"replicate": 2, "shard": 2, "precision": Bf16(reduce="bf16")},
-        {"shard": 2, "context": 2, "tensor": 2, "bf16": True, "reshard_after_forward": "never"},
+        pytest.param(given, choice, marks=[pytest.mark.full] if (place + other) % 2 else [])
+        for place, given in enumerate(LAYOUTS)
+        for other, choice in enumerate(("last", "each"))
     ],
-    ids=lambda given: ",".join(map(str, given)),
+    ids=str,
 )
 def test_between_microbatches_a_rank_keeps_the_gradients_of_the_plan(tmp_path, given, choice):
     recipe = tiny.recipe(tmp_path, **FSDP, **given, reduce_gradients=choice)

@@ -2,7 +2,7 @@
 
 Every row is held to one process with whole logits: losses, gradient norms, the first step's gradients and the final
 parameters, within 1e-5 in fp32. A process has at least two chunks of a microbatch, the last one mostly smaller.
-docs/loss-in-chunks.md shows the rows that CI does not always run too; `make test-full` writes it.
+docs/loss-in-chunks.md shows the rows of the slower layer too; `make test-full` writes it.
 """
 
 from __future__ import annotations

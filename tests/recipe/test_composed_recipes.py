@@ -21,26 +21,17 @@ from titanlab.techniques.profiler.profilers_schema import NoProfiling
 KINDS = discover()["optimizer"]
 
 
-def refused(action, *given):
-    return refusal(action, *given)
-
-
-def test_a_composed_config_becomes_the_recipe(tmp_path):
-    recipe = tiny.recipe(tmp_path, shard=2)
-    assert to_recipe(schema_node(recipe), {}, "config") == recipe
-
-
 def test_a_group_becomes_the_dataclass_of_its_schema():
     node = schema_node(AdamW(lr=1e-3, betas=[0.8, 0.9]))
     assert to_group(node, "optimizer") == AdamW(lr=1e-3, betas=[0.8, 0.9])
 
 
 def test_a_group_without_a_schema_is_told_the_schemas_that_there_are():
-    said = refused(to_group, OmegaConf.create({"lr": 1.0, "kind": "adamw"}), "optimizer")
+    said = refusal(to_group, OmegaConf.create({"lr": 1.0, "kind": "adamw"}), "optimizer")
     assert said.startswith("optimizer=null: is made without a schema of this group; begin its YAML with defaults: [")
     assert "[adamw_schema, _self_] or [" in said
     # That of another group is none.
-    said = refused(to_group, schema_node(NoProfiling), "optimizer")
+    said = refusal(to_group, schema_node(NoProfiling), "optimizer")
     assert said.startswith("optimizer=null: is made without a schema of this group")
 
 
@@ -51,7 +42,7 @@ def test_a_key_of_no_schema_is_refused_wherever_it_was_added(place):
     with open_dict(inner):
         inner.colour = "red"
     key = f"optimizer.{place}.colour" if place else "optimizer.colour"
-    assert refused(to_group, node, "optimizer").startswith(f"{key}=red: is not a key of this recipe")
+    assert refusal(to_group, node, "optimizer").startswith(f"{key}=red: is not a key of this recipe")
 
 
 @option("optimizer", "early")
@@ -88,12 +79,12 @@ class Incomplete(Scheduled):
         ),
     ],
 )
-def test_a_config_without_the_contract_of_its_group_is_refused(tmp_path, monkeypatch, schema, rule):
+def test_a_config_without_the_contract_of_its_group_is_refusal(tmp_path, monkeypatch, schema, rule):
     early = Option(group="optimizer", kind="early", schema=schema)
     monkeypatch.setattr(recipes, "discover", lambda: {**discover(), "optimizer": {**KINDS, "early": early}})
     config = schema_node(tiny.recipe(tmp_path))
     config.optimizer = schema_node(schema)
-    assert refused(to_recipe, config, {"optimizer": "early"}, "config") == (
+    assert refusal(to_recipe, config, {"optimizer": "early"}, "config") == (
         f"optimizer=early: has a config ({__name__}) {rule}"
     )
 

@@ -54,23 +54,6 @@ def test_what_is_no_key_is_not_found(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("trainig.steps", "did you mean training.steps?"),
-        ("optimizer.lrr", "did you mean optimizer.lr?"),
-        ("optimizer.schedule.flor", "did you mean optimizer.schedule.floor?"),
-        ("optimizer.lr.x", "did you mean optimizer.lr?"),
-        ("seq_len", "did you mean training.seq_len?"),
-        ("launch.environment.A", "new keys of launch.environment are added with a plus: +launch.environment.A=…"),
-        ("", "see `titanlab train --cfg job` for all keys"),
-    ],
-)
-def test_advice_for_a_key_that_the_recipe_does_not_have(name, text):
-    """tests/cli/test_refusals.py has more."""
-    assert advice(name) == text
-
-
-@pytest.mark.parametrize(
     ("name", "ours"),
     [
         ("training.global_batch_size", "training.global_batch"),

@@ -36,22 +36,7 @@ from titanlab.recipe import (
 )
 from titanlab.records import config_text, identify
 
-GROUPS = (
-    "model",
-    "parallelism",
-    "precision",
-    "optimizer",
-    "data",
-    "checkpoint",
-    "cluster",
-    "tracker",
-    "profiler",
-    "launch",
-    "training",
-    "schedule",
-    "compile",
-    "ac",
-)
+GROUPS = sorted(discover())
 # What an option cannot do without, so that every one composes.
 NEEDED = {
     "files": ["data.files=corpus.txt"],
@@ -87,7 +72,6 @@ def of_every_option() -> dict[str, Recipe]:
 
 @pytest.mark.full
 def test_every_option_round_trips(of_every_option):
-    assert {key.partition("=")[0] for key in of_every_option} == {*discover(), "+recipe"}
     for recipe in of_every_option.values():
         read = from_mapping(yaml.safe_load(config_text(to_mapping(recipe))))
         assert read == recipe

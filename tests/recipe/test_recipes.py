@@ -262,7 +262,10 @@ def test_sweeps_that_measure_gpus_save_nothing():
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Twins have values of the same types.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in TWINS else []) for name in NAMES]
+)
 def test_a_recipe_is_read_as_it_was_written(composed, name):
     recipe = composed(name)
     assert recipe.name == name

@@ -36,7 +36,13 @@ def texts(recipe: Recipe) -> tuple:
     return recipe.name, launch.partition, launch.preamble, launch.environment["X"], recipe.tracker.tags
 
 
-@pytest.mark.parametrize("text", TYPED)
+# In `make test`: a number, a truth value, and a date.
+QUICK = ("5e2", "off", "2026-01-01")
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(text, marks=[] if text in QUICK else [pytest.mark.full]) for text in TYPED]
+)
 def test_a_text_is_the_text_as_typed_through_every_door(tmp_path, text):
     expected = (text, text, (text, "a"), text, (text,))
     groups = "launch=slurm", "tracker=wandb"
@@ -59,13 +65,14 @@ def test_a_text_is_the_text_as_typed_through_every_door(tmp_path, text):
     assert from_mapping(read_config(path)) == recipe
 
 
-@pytest.mark.parametrize("text", TYPED)
-def test_a_flag_of_sbatch_has_the_text_as_typed_and_is_left_out_by_false_and_null(tmp_path, text):
-    word = text.lower()
-    expected = {"x": word == "true" if word in ("true", "false") else text, "y": True, "z": None}
-    recipe = composed("launch=slurm", f"+launch.extra={{x: {text},y: true,z: null}}")
+def test_a_flag_of_sbatch_has_the_text_as_typed_and_is_left_out_by_false_and_null(tmp_path):
+    expected = {f"x{place}": text for place, text in enumerate(TYPED)}
+    expected |= {key: text == "true" for key, text in expected.items() if text.lower() in ("true", "false")}
+    expected["z"] = None
+    given = ", ".join(f"x{place}: {text}" for place, text in enumerate(TYPED))
+    recipe = composed("launch=slurm", f"+launch.extra={{{given}, z: null}}")
     assert recipe.launch.extra == expected
-    file = f"defaults: [slurm_schema, _self_]\nextra: {{x: {text}, y: true, z: null}}\nminutes: 1_0\n"
+    file = f"defaults: [slurm_schema, _self_]\nextra: {{{given}, z: null}}\nminutes: 1_0\n"
     recipe = from_file(tmp_path, "launch", file)
     assert (recipe.launch.extra, recipe.launch.minutes) == (expected, 10)
 
@@ -117,7 +124,10 @@ def test_null_numbers_truth_values_and_references_are_read_as_before(tmp_path):
     assert (recipe.name, recipe.parallelism.loss_parallel) == (recipe.model.kind, False)
 
 
-@pytest.mark.parametrize(("text", "number"), [("017", 17), ("+0_17", 17), ("00", 0), ("0", 0)])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("017", 17), *(pytest.param(*row, marks=pytest.mark.full) for row in [("+0_17", 17), ("00", 0)])],
+)
 def test_a_number_with_a_leading_zero_is_decimal_in_a_file_as_on_the_command_line(tmp_path, text, number):
     (tmp_path / "space").mkdir()
     file = f"# @package _global_\ndefaults: [quickstart, _self_]\nseed: {text}\n"

@@ -10,7 +10,7 @@ from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
 from titanlab.report import panels
-from titanlab.report.panels import estimated_splits, figure_sections, measured_splits, pipelines
+from titanlab.report.panels import estimated_splits, figure_sections, pipelines
 
 pytestmark = pytest.mark.usefixtures("drawn")
 
@@ -75,9 +75,9 @@ def test_of_many_recipes_the_fastest_are_drawn(drawn):
     assert len(panel.values.rows) == 42
 
 
-def windows(run_folder, **seconds):
+def window(run_folder, at, /, **seconds):
     with run_folder.open_metrics(1) as metrics:
-        metrics.write("breakdown", 8, {f"breakdown/{name}(s)": value for name, value in seconds.items()})
+        metrics.write("breakdown", at, {f"breakdown/{name}(s)": value for name, value in seconds.items()})
 
 
 def test_parts_of_a_step_are_measured_or_estimated_or_left_out(made, drawn):
@@ -90,7 +90,9 @@ def test_parts_of_a_step_are_measured_or_estimated_or_left_out(made, drawn):
     assert panel.title == "Where the time of a step goes (estimate)"
     assert panel.caption.startswith("An estimate of the planner, and no measurement")
     assert (panel.columns, panel.notes) == (["config.yaml"], [])
-    windows(runs[0], forward=0.1, exposed_shard=0.3)
+    window(runs[0], 4, step=9.0, forward=9.0)
+    # The latest one counts, and of it what took time.
+    window(runs[0], 8, step=0.5, forward=0.1, exposed_shard=0.3, optimizer=0.0, data=None)
     panel = section(facts_in(made.folder), "step-time")
     assert panel.title == "Where the time of a step goes"
     assert panel.caption.startswith("Measured with profiler=breakdown")
@@ -172,26 +174,6 @@ def done(made, name, **given):
     begin(made_run := made.run(name, **given))
     end(made_run)
     return made_run
-
-
-def write_windows(run_folder, *metrics):
-    with (run_folder.path / "metrics.jsonl").open("a") as file:
-        for step, values in enumerate(metrics, 1):
-            row = {"kind": "breakdown", "step": step, "attempt": 1}
-            file.write(json.dumps(row | {f"breakdown/{name}": value for name, value in values.items()}) + "\n")
-
-
-def test_the_parts_of_a_step_are_those_of_the_latest_window(made):
-    write_windows(
-        first := done(made, "fsdp", shard=2),
-        {"step(s)": 9.0, "forward(s)": 9.0},
-        {"step(s)": 0.3, "forward(s)": 0.1, "exposed_shard(s)": 0.2, "optimizer(s)": 0.0, "data(s)": None},
-    )
-    done(made, "tp", tensor=2)
-    (split,) = measured_splits(facts_in(made.folder))
-    assert (split.run, split.label, split.is_measured) == (first.path.name, "dp_s2", True)
-    assert split.seconds == {"forward": 0.1, "shard": 0.2}
-    assert split.columns == ["breakdown/forward(s)", "breakdown/exposed_shard(s)"]
 
 
 @pytest.mark.parametrize("text", ["{", "model: 3", "seed: x"])

@@ -99,6 +99,8 @@ def test_plain_files_below_the_root_are_taken(patch):
         ("copy from a/b/..\n", "it names 'a/b/..'"),
         ('diff --git "a/../x" "b/x"\n', "it names 'a/../x'"),
         ("+++ b/.GIT/config\n", "it names 'b/.GIT/config'"),
+        ("+++ b/.git/hooks/post-checkout\n", "it names 'b/.git/hooks/post-checkout'"),
+        ("rename to ../x\n", "it names '../x'"),
         ("+++ b/.gitattributes\n", "it names 'b/.gitattributes'"),
         ("Binary files a/../x and b/x differ\n", "it names 'a/../x'"),
         ("new file mode 120000\n", "it makes a link or a submodule"),

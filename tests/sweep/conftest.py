@@ -34,6 +34,7 @@ def slurm(tmp_path, monkeypatch, small_package):
     fake = FakeSlurm(tmp_path / "slurm")
     for name, value in fake.environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("titanlab.launch.slurm.command.run_command", fake.answer)
     monkeypatch.setattr(
         sweep_folder, "take_snapshot", functools.partial(sweep_folder.take_snapshot, package=small_package)
     )

@@ -17,7 +17,7 @@ from titanlab.records import OutcomeKind
 from titanlab.sweep import cancel, decide, look_at, sweep_folder, write_table
 from titanlab.sweep.reconcile import reconcile
 from titanlab.sweep.retry import retry
-from titanlab.sweep.submit import settle, submit
+from titanlab.sweep.submit import submit
 
 
 # tests/launch/local has jobs of `local` that run, are cancelled, and come later.
@@ -101,16 +101,3 @@ def test_what_runs_is_told_what_waits_does_not_start_and_both_can_be_done_again(
     assert len(retry(folder, quiet, outcomes=["cancelled"])) == 2
     until(lambda: over(folder) and len(ran(folder)) == 3)
     assert [folder.run(name).result().kind for name in (first, second)] == [OutcomeKind.DONE] * 2
-
-
-def test_an_interrupted_submission_is_settled(launch, stub, tmp_path):
-    stub(0.1)
-    folder = submit(study(tmp_path / "runs", seeds(1), launch=launch), quiet).folder
-    (submission,) = folder.submissions()
-    (path,) = (folder.path / "submissions").glob("*.json")
-    path.write_text(path.read_text().replace('"submitted"', '"intent"'))
-    lines = []
-    settle(folder, lines.append)
-    assert lines == [f"an interrupted submission is job {submission.token}: 1 run of 1 process"]
-    until(lambda: over(folder))
-    assert len(ran(folder)) == 1

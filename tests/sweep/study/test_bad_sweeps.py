@@ -18,7 +18,6 @@ SLURM = "launch=slurm cluster=cpu launch.minutes=5"
 # What the space is, what else the sweeper's node has, how the line begins, and what it has in it besides.
 SPACES = [
     (None, {"spaces": GOOD}, "hydra.sweeper.spaces=: is not a key of the sweeper", "space, where, repeats and control"),
-    ({"list": [{"seed": 1, "world": 1}, {"world": 1, "seed": 1}]}, {}, "space=world=1, seed=1: is there twice", "repeats"),
     ({"product": {"training.stepz": [5]}}, {}, "training.stepz=5: is not a key of this recipe", "did you mean training.steps?"),
     ({"product": {"paralelism": ["fsdp"]}}, {}, "paralelism=fsdp: is not a key of this recipe", "did you mean parallelism?"),
     ({"product": {"parallelism": ["fsdp", "fspd_tp"]}}, {}, "parallelism=fspd_tp: is not an option of this group", "try fsdp_tp"),
@@ -28,7 +27,6 @@ SPACES = [
     ({"product": {"tracker.wandb.finish_seconds": ["x"]}}, {}, "tracker.wandb.finish_seconds=x: must be a number", "try 10.0"),
     ({"product": {"hydra.job.name": ["a", "b"]}}, {}, "hydra.job.name=a,b: is Hydra's own", "one value"),
     ({"product": {"sweep": ["a", "b"]}}, {}, "sweep=a,b: is one for the whole sweep", ""),
-    ({"product": {"optimizer.lr": list(range(1, 400)), "seed": list(range(400))}}, {}, "space=159600: are more points", ""),
     (GOOD, {"repeats": 0}, "repeats=0: must be a whole number", ""),
     ({"product": {"seed": list(range(1001))}}, {"repeats": 100}, "repeats=100: of 1001 points each are more runs", ""),
     ({"product": {"repeat": [0, 1]}}, {"repeats": 2}, "repeat=0,1: is counted by repeats", ""),
@@ -47,14 +45,11 @@ SPACES = [
 ]  # fmt: skip
 # What follows a good file on the command line.
 ARGUMENTS = [
-    ("training.steps=interval(1,9)", "training.steps=interval(1,9): has no end of values", "range("),
     ("seed=range(0,1000000000)", "seed=range(0,1000000000): are 1000000000 values, and a sweep has", "some out"),
     ("optimizer.lr=range(1.0,0,-1e-9)", "optimizer.lr=range(1.0,0,-1e-9): are 1000000000 values", ""),
     ("seed=range(0,10,0)", "seed=range(0,10,0): has no end of values", "a step that is not 0"),
-    ("optimizer.lr=range(0,inf)", "optimizer.lr=range(0,inf): has no end of values", ""),
     ("training.global_batch=-1", "training.global_batch=-1: must be at least 1", ""),
     ("model=debgu", "model=debgu: is not an option", "try debug"),
-    ("precision=glob(x*)", "precision=glob(x*): fits no value", ""),
     ("hydra/launcher=mine", "hydra/launcher=mine: would run the points by itself", "launch=slurm"),
     ("hydra.launcher._target_=os.system", "hydra.launcher._target_=os.system: would run the points", ""),
     ("launch=slurm", "cluster.accelerator=auto: is whatever this host has", "cluster=h100"),
