@@ -168,7 +168,9 @@ class Machine:
     def product_rate(self, dtype: str) -> float:
         """Attainable FLOP/s of products; a device without the format multiplies in bfloat16, or in what it has."""
         rates = self.product_flops
-        return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
+        bfloat16 = rates.get("bfloat16") or min(rates.values())
+        # No tensor core multiplies in float32, so that a device without a figure has an A100's share.
+        return rates.get(dtype) or (bfloat16 / 16 if dtype == "float32" else bfloat16)
 
     def flops_per_second(self, rate: str) -> float:
         """What products of a dtype, or attention by a kernel in one direction, reach in a step.
