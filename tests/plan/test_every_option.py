@@ -36,6 +36,7 @@ EXPERTS = {**SHAPE, "experts": 8, "active_experts": 2}
 CPU = Cluster(accelerator="cpu", device="cpu", per_node=8)
 # Values of fields whose type does not say what they can be.
 EXAMPLES: dict[str, tuple[Any, ...]] = {
+    "cluster.attention_tflops": ({f"{kernel} forward": 1.0 for kernel in ("flash", "cudnn", "efficient")},),
     "cluster.device": ("NVIDIA H200",),
     "cluster.efficiencies": tuple({name: limits[0]} for name, limits in LIMITS.items()),
     "compile.backend": ("aot_eager",),

@@ -298,6 +298,7 @@ def machine_of(recipe: Recipe) -> Machine:
         limit = hardware.power_share(device.watts, device.product_watts)
         products = {dtype: rate * limit for dtype, rate in products.items()}
         notes = () if device.product_tflops else (_NOT_MEASURED.format(device=device.name, share=_ATTAINABLE),)
+    attention = {**attention, **_measured_attention(cluster)}
     return Machine(
         name=device.name,
         memory_bytes=memory * 1e9 if memory else math.inf,
@@ -317,6 +318,17 @@ def machine_of(recipe: Recipe) -> Machine:
         process_bytes=(cluster.process_gb or (_CPU_PROCESS if is_cpu else 0.0)) * 1e9,
         notes=notes,
     )
+
+
+def _measured_attention(cluster: Cluster) -> dict[str, float]:
+    """FLOP/s by kernel and direction."""
+    for name, rate in cluster.attention_tflops.items():
+        key = f"cluster.attention_tflops.{name}"
+        if name.rpartition(" ")[2] not in (FORWARD, BACKWARD):
+            raise ConfigError(key, rate, "is not a kernel and a direction", "try 'flash forward'")
+        if not rate > 0:
+            raise ConfigError(key, rate, "must be a positive number", "try 300")
+    return {name: rate * 1e12 for name, rate in cluster.attention_tflops.items()}
 
 
 def _device_of(cluster: Cluster) -> hardware.Device:

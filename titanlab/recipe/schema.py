@@ -100,6 +100,8 @@ class Cluster:
         peak_tflops: dense peak of one device in the precision of the matrix products, for the MFU;
             null: from the device's datasheet, where it is known.
         memory_gb_per_second: bandwidth of the memory of one device, for the planner; null: from the datasheet.
+        attention_tflops: measured rates of attention by kernel and direction, such as `flash backward`; those that are
+            not here: from the table of kernels.
         allocator_excess: bytes that the allocator reserves for each byte of tensors; null: as in published runs, and 1
             on CPUs.
         message_excess: bytes that a process keeps for each byte that it exchanges with others in a microbatch; null: 0.
@@ -119,6 +121,7 @@ class Cluster:
     network_gb_per_second: float | None = _fact(50)
     peak_tflops: float | None = _fact(989)
     memory_gb_per_second: float | None = _fact(3350)
+    attention_tflops: dict[str, float] = field(default_factory=dict, metadata={"identity": False})
     allocator_excess: float | None = _fact(1.2)
     message_excess: float | None = _fact(1.5)
     process_gb: float | None = _fact(0.5)
