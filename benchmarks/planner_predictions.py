@@ -116,7 +116,8 @@ TERMS = (
     (
         "products",
         """the median of 24 products of a step, measured on an H200 at its limit of 700 W; the published largest rates
-        of A100; for Blackwell 0.85 of the published largest rates, as on the H200""",
+        of A100; for Blackwell 0.85 of the published largest rates, as on the H200. In float32 a device without a figure
+        has a sixteenth of its rate in bfloat16, as an A100: an assumption""",
     ),
     (
         "limit of power",
@@ -145,6 +146,27 @@ TERMS = (
     (
         "collectives",
         "bytes are declared and traced; latencies are Calculon's and NCCL's; the bandwidths are fitted",
+    ),
+    (
+        "overlap",
+        """fitted, one parameter for all collectives that run beside products; which of them can is read from FSDP2's
+        and the ring's code. AsyncTP in pieces has no measurement""",
+    ),
+    (
+        "pipelines",
+        """simulated action by action from the schedule's own list; ranking uses a shorter simulation, within 1 % of the
+        whole one. The published rows are Megatron's""",
+    ),
+    (
+        "optimizer",
+        """bytes of parameters, gradients and states, and the passes of the trainer's code over gradients; Muon's FLOPs
+        by its formula. What Muon's ranks send each other is not counted""",
+    ),
+    ("stragglers", "fitted, a share of the step for each doubling of the nodes"),
+    (
+        "options without a price",
+        """none: `titanlab plan` names them. `tests/plan/test_every_option.py` changes every option of every group, and
+        each other one changes the estimate""",
     ),
     ("ring of context parallelism", "bytes and kernels counted in `titanlab/parallelism/context.py`"),
     ("totals of a step", "NCCL's trees: 2·log₂ of the nodes, and a chain in each node"),

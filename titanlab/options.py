@@ -29,8 +29,12 @@ from titanlab.errors import ConfigError
 from titanlab.ranges import ranged
 
 T = TypeVar("T", bound=type)
-# Metadata of a field whose effect on the time of a step nobody has measured: the planner says so.
+# What a field's metadata says of a step. Without it, another value of the field changes the planner's estimate.
+# Nobody has measured the field's effect on the time of a step: the planner says so. In place of True: the values of
+# which this is so.
 NOT_PRICED = {"not_priced": True}
+# The field, or its whole group, changes neither time nor memory of a step without validation, checkpoint and profile.
+OUTSIDE_STEP = {"in_step": False}
 # Joins the names of options to the name of their combination, `wandb+tensorboard`.
 PLUS = "+"
 # OmegaConf's sign for a missing value; importing OmegaConf takes time.

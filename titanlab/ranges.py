@@ -71,7 +71,7 @@ def _values(
     schema: type, prefix: str, values: Mapping[str, Any]
 ) -> Iterator[tuple[str, dataclasses.Field[Any], _Limits, Any]]:
     """Key, field, limits and value of each entry of a config, also of a nested one such as `optimizer.schedule`."""
-    for field, limits in _limited_fields(schema):
+    for field, limits in declared_fields(schema):
         if field.name not in values:
             continue
         key, value = prefix + field.name, values[field.name]
@@ -83,7 +83,7 @@ def _values(
 
 
 @functools.cache
-def _limited_fields(schema: type) -> tuple[tuple[dataclasses.Field[Any], _Limits], ...]:
+def declared_fields(schema: type) -> tuple[tuple[dataclasses.Field[Any], _Limits], ...]:
     """The fields of a dataclass, each with its own metadata and those of its bases."""
     found = []
     for field in dataclasses.fields(schema):

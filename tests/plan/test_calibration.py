@@ -191,10 +191,14 @@ ROW = {
     "rates/product 512x512x512": 80e9,
     "rates/product 1024x1024x1024": 100e9,
     "rates/product 1024x256x768": 90e9,
-    "rates/attention": 20e9,
+    "rates/attention flash forward": 20e9,
+    "rates/attention flash backward": 15e9,
     "rates/copy": 8e9,
     "rates/pointwise": 10e9,
+    "rates/cast": 5e9,
     "rates/launch(s)": 4e-6,
+    "rates/host(s)": 6e-6,
+    "rates/hook(s)": 100e-6,
     "rates/process(B)": 0.4e9,
 }
 SIZES = [4**power for power in range(5, 13)]
@@ -221,6 +225,9 @@ def test_a_cpu_reaches_what_was_measured():
     # The median of products that have the size of a model's.
     assert found.product_rate("float32") * shares.product == pytest.approx(90e9)
     assert found.flops_per_second("flash forward") == pytest.approx(20e9)
+    assert found.flops_per_second("flash backward") == pytest.approx(15e9)
+    # The rates of its operators have the host's time in them.
+    assert (shares.host_seconds, shares.hook_seconds) == (0.0, 0.0)
     assert found.memory_bytes_per_second * shares.eager_memory == pytest.approx(10e9)
     assert found.memory_bytes_per_second * shares.fused_memory == pytest.approx(8e9)
     assert shares.launch_seconds == 4e-6
@@ -256,6 +263,7 @@ def test_a_known_gpu_gets_shares_of_its_datasheet():
     row = {name: value for name, value in ROW.items() if name != "rates/process(B)"}
     row |= {"rates/product 1024x256x768": 600e12, "rates/product 1024x1024x1024": 600e12}
     row |= {"rates/product 512x512x512": 600e12, "rates/copy": 2.5e12, "rates/pointwise": 2e12}
+    row |= {"rates/attention cudnn forward": 500e12, "rates/attention cudnn backward": 400e12}
     row |= exchanges("node", 8, 50e-6, 300e9) | exchanges("world", 16, 90e-6, 160e9)
     found = with_rates(recipe, row)
     assert found.peak_flops["bfloat16"] == 989e12
@@ -263,6 +271,10 @@ def test_a_known_gpu_gets_shares_of_its_datasheet():
     assert found.memory_bytes_per_second == 3350e9
     assert found.memory_bytes_per_second * found.efficiencies.fused_memory == pytest.approx(2.5e12)
     assert found.link_bytes_per_second * found.efficiencies.link == pytest.approx(300e9, rel=1e-3)
+    assert [found.flops_per_second(f"cudnn {name}") for name in ("forward", "backward")] == [500e12, 400e12]
+    # What was not measured is as in the table.
+    assert found.flops_per_second("efficient forward") == machine_of(recipe).attention_flops["efficient forward"]
+    assert (found.efficiencies.host_seconds, found.efficiencies.hook_seconds) == (6e-6, 100e-6)
     # A ring over nodes uses the eight adapters of each.
     assert found.network_bytes_per_second * found.efficiencies.network * 8 == pytest.approx(160e9, rel=1e-3)
     assert found.allocator_excess == allocator_excess()
@@ -287,8 +299,10 @@ def test_the_lines_name_every_figure():
     assert ["process", "0.40", "GB"] in text
     assert ["µs,", "4", "ranks", "of", "several", "nodes", "all_gather"] in text
     assert text.count(["1", "KiB", "201"]) == 2
-    # Ten figures, and two tables with a title and an empty line.
-    assert len(text) == 10 + 2 * (2 + len(SIZES))
+    assert ["attention", "flash", "backward", "15.0", "GFLOP/s"] in text
+    assert ["hook", "100.00", "µs"] in text
+    # Fourteen figures, and two tables with a title and an empty line.
+    assert len(text) == 14 + 2 * (2 + len(SIZES))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +311,7 @@ def test_the_lines_name_every_figure():
         ({name: value for name, value in ROW.items() if name != "rates/copy"}, "rates/copy: is missing"),
         ({**ROW, "rates/copy": 0.0}, "is not a figure of rates/copy"),
         ({**ROW, "rates/copy": math.nan}, "is not a figure of rates/copy"),
-        ({**ROW, "rates/attention": None}, "is not a figure of rates/attention"),
+        ({**ROW, "rates/attention flash forward": None}, "is not a figure of rates/attention flash forward"),
         ({**ROW, "rates/collective node two all_gather 4": 1.0}, "is not the name of a collective"),
         ({}, "is missing in the measurement"),
     ],
@@ -305,3 +319,12 @@ def test_the_lines_name_every_figure():
 def test_damaged_measurements(row, complaint):
     with pytest.raises(ConfigError, match=complaint):
         measured_cluster(core(), row)
+
+
+@pytest.mark.parametrize(
+    ("rates", "complaint"),
+    [({"flash": 1.0}, "flash=1.0: is not a kernel and a direction"), ({"flash forward": 0.0}, "must be a positive")],
+)
+def test_a_rate_of_attention_is_positive_and_names_its_kernel_and_direction(rates, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        machine_of(made(cluster={"attention_tflops": rates}))

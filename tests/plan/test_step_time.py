@@ -528,6 +528,6 @@ def test_chosen_options_without_a_price_are_said():
     model = dataclasses.replace(recipe.model, attention="math")
     lines = not_priced(dataclasses.replace(recipe, training=training, model=model))
     assert [line.partition(":")[0] for line in lines] == [
-        *("training.deterministic=true", "parallelism.cpu_offload=true", "model.attention=math"),
+        *("training.deterministic=true", "model.attention=math", "parallelism.cpu_offload=true"),
     ]
     assert not_priced(made(shard=8)) == []

@@ -38,7 +38,10 @@ def test_a_run_measures_before_its_first_step(pool, tmp_path):
     sizes = {int(name.split()[4]) for name in figures if name.startswith(rates_schema.COLLECTIVE)}
     assert sizes == {2**10, 2**12, 2**14, 2**16, 2**18, 2**20}
     assert 2**20 < figures[rates_schema.PROCESS] < 2**40
+    assert 1e-7 < figures[rates_schema.HOST] < 1e-2
+    assert rates_schema.HOOK in figures
     found = measured_cluster(made, row)
+    assert set(found.attention_tflops) == {"flash forward", "flash backward"}
     assert found.process_gb == figures[rates_schema.PROCESS] / 1e9
     assert "latency" in found.efficiencies
 
@@ -102,5 +105,9 @@ def test_attention_counts_half_of_the_square(monkeypatch):
     monkeypatch.setattr(rates, "mean_seconds", lambda call, count, device: call() is not None and 1.0)
     found = rates._of_device(SHORT, torch.device("cpu"))
     batch, heads, seq, width = shapes[0]
-    assert found[rates_schema.ATTENTION] == 2 * batch * heads * seq**2 * width
+    flops = 2 * batch * heads * seq**2 * width
+    assert found["rates/attention flash forward"] == flops
+    assert found["rates/attention flash backward"] == 2.5 * flops
+    # A CPU has no such kernel.
+    assert not any("cudnn" in name for name in found)
     assert found["rates/product 64x64x64"] == 2 * 64**3

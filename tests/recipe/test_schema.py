@@ -56,6 +56,7 @@ def test_null_leaves_a_limit_out():
 def test_a_run_is_named_after_its_device_and_not_after_what_is_known_of_it():
     """What the planner takes from a cluster does not change what a run computes."""
     facts = {**dict.fromkeys(RATES, 2.0), "per_node": 8, "nodes": 2, "linked_nodes": 2, "efficiencies": {"link": 0.5}}
+    facts["attention_tflops"] = {"flash forward": 500.0}
     plain = Cluster(accelerator="cuda", device="NVIDIA H200")
     assert canonical(Cluster(accelerator="cuda", device="NVIDIA H200", **facts)) == canonical(plain)
     assert canonical(Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")) != canonical(plain)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from titanlab.data.contract import DataConfig, DataSource
 from titanlab.errors import ConfigError
-from titanlab.options import option
+from titanlab.options import NOT_PRICED, option
 
 SMALLEST_VOCABULARY = 320
 """256 bytes, three special tokens and room for the characters of a plain text."""
@@ -31,7 +31,7 @@ class Text(DataConfig):
     # Small, so that the embedding of a small model does not outweigh its blocks.
     vocab_size: int = 2048
     validation_fraction: float = 0.01
-    document_mask: bool = field(default=False, metadata={"before": False})
+    document_mask: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
 
     def __post_init__(self) -> None:
         if self.vocab_size < SMALLEST_VOCABULARY:
@@ -180,7 +180,7 @@ class TokenFolder(DataConfig):
 
     kind: str = "tokens"
     folder: str = field(default="", metadata={"identity": False})
-    document_mask: bool = field(default=False, metadata={"before": False})
+    document_mask: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
 
     def __post_init__(self) -> None:
         if not self.folder.strip():
@@ -211,8 +211,8 @@ class Synthetic(DataConfig):
     kind: str = "synthetic"
     vocab_size: int = 2048
     gaps: bool = field(default=False, metadata={"before": False})
-    document_mask: bool = field(default=False, metadata={"before": False})
-    document_tokens: int = field(default=256, metadata={"before": 256, "least": 1})
+    document_mask: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
+    document_tokens: int = field(default=256, metadata={"before": 256, "least": 1, **NOT_PRICED})
 
     def __post_init__(self) -> None:
         if not 2 <= self.vocab_size <= 2**31:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import LaunchConfig, Launcher, check_restarts
-from titanlab.options import option
+from titanlab.options import NOT_PRICED, option
 
 
 @option("launch", "local")
@@ -26,7 +26,7 @@ class Local(LaunchConfig):
     """
 
     kind: str = "local"
-    threads: int | None = field(default=None, metadata={"most": 10_000})
+    threads: int | None = field(default=None, metadata={"most": 10_000, **NOT_PRICED})
     at_once: int | None = None
     restarts: int = 0
     min_world: int | None = None
@@ -105,7 +105,7 @@ class Slurm(LaunchConfig):
     constraint: str | None = None
     nodelist: str | None = None
     exclude: str | None = None
-    cpus_per_task: int | None = None
+    cpus_per_task: int | None = field(default=None, metadata=NOT_PRICED)
     memory_gib: float | None = None
     minutes: int | None = None
     gpu_type: str | None = None
@@ -117,7 +117,7 @@ class Slurm(LaunchConfig):
     max_requeues: int = 20
     restarts: int = 0
     min_world: int | None = None
-    threads: int | None = field(default=None, metadata={"most": 10_000})
+    threads: int | None = field(default=None, metadata={"most": 10_000, **NOT_PRICED})
     python: str | None = None
     preamble: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)

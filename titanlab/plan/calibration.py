@@ -13,7 +13,7 @@ import numpy as np
 
 from titanlab.costs import AXES
 from titanlab.errors import ConfigError
-from titanlab.plan.machine import FORWARD, HOST, LIMITS, AxisPlacement, Efficiencies, Machine, machine_of
+from titanlab.plan.machine import HOST, LIMITS, AxisPlacement, Efficiencies, Machine, machine_of
 from titanlab.plan.memory import exchanged_bytes, most_memory, reserved_bytes
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.step_time import step_time
@@ -32,13 +32,14 @@ _UNITS: Mapping[str, tuple[float, str, int]] = {
     names.ATTENTION: (1e9, "GFLOP/s", 1),
     names.COPY: (1e9, "GB/s", 1),
     names.POINTWISE: (1e9, "GB/s", 1),
+    names.CAST: (1e9, "GB/s", 1),
     names.LAUNCH: (1e-6, "µs", 2),
+    names.HOST: (1e-6, "µs", 2),
+    names.HOOK: (1e-6, "µs", 2),
     names.PROCESS: (1e9, "GB", 2),
 }
 # The largest collective must take longer than an empty one by at least this share; less is noise.
 _LEAST_GROWTH = 0.02
-# What `profiler=rates` measures: the forward pass of the kernel that torch tries first.
-_FLASH = f"flash {FORWARD}"
 # Number of the smallest squares to ignore: a model's products are larger.
 _SMALL_SQUARES = 2
 
@@ -89,12 +90,22 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     memory = max(memory, 0.0 if is_cpu else machine.memory_bytes_per_second)
     shares = {
         "product": typical / machine.product_rate("bfloat16"),
-        "attention": figures[names.ATTENTION] / (machine.flops_per_second(_FLASH) / machine.efficiencies.attention),
+        # The rates by kernel are those that were reached.
+        "attention": 1.0,
         "eager_memory": figures[names.POINTWISE] / memory,
         "fused_memory": figures[names.COPY] / memory,
         "launch_seconds": figures[names.LAUNCH],
     }
-    cluster = dataclasses.replace(cluster, memory_gb_per_second=memory / 1e9)
+    attention = {
+        name.removeprefix(f"{names.ATTENTION} "): rate / 1e12
+        for name, rate in figures.items()
+        if name.startswith(names.ATTENTION)
+    }
+    cluster = dataclasses.replace(cluster, memory_gb_per_second=memory / 1e9, attention_tflops=attention)
+    if not is_cpu:
+        # A CPU is its own host: the rates of its operators have the calls in them.
+        measured_host = {"host_seconds": figures.get(names.HOST), "hook_seconds": figures.get(names.HOOK)}
+        shares |= {name: seconds for name, seconds in measured_host.items() if seconds is not None}
     if is_cpu:
         cluster = dataclasses.replace(cluster, process_gb=figures[names.PROCESS] / 1e9, allocator_excess=1.0)
     for group in _LINKS:
@@ -156,7 +167,7 @@ def rate_lines(row: Mapping[str, Any]) -> list[str]:
         unit = next((unit for start, unit in _UNITS.items() if name.startswith(start)), None)
         if unit is not None:
             label = name.removeprefix("rates/").partition("(")[0]
-            text.append(f"{label:22} {value / unit[0]:9,.{unit[2]}f} {unit[1]}")
+            text.append(f"{label:26} {value / unit[0]:9,.{unit[2]}f} {unit[1]}")
     if not collectives:
         return [*text, "one process: no collective was measured"]
     for group, ranks in dict.fromkeys((each.group, each.ranks) for each in collectives):

@@ -168,7 +168,9 @@ class Machine:
     def product_rate(self, dtype: str) -> float:
         """Attainable FLOP/s of products; a device without the format multiplies in bfloat16, or in what it has."""
         rates = self.product_flops
-        return rates.get(dtype) or rates.get("bfloat16") or min(rates.values())
+        bfloat16 = rates.get("bfloat16") or min(rates.values())
+        # No tensor core multiplies in float32, so that a device without a figure has an A100's share.
+        return rates.get(dtype) or (bfloat16 / 16 if dtype == "float32" else bfloat16)
 
     def flops_per_second(self, rate: str) -> float:
         """What products of a dtype, or attention by a kernel in one direction, reach in a step.
@@ -296,6 +298,7 @@ def machine_of(recipe: Recipe) -> Machine:
         limit = hardware.power_share(device.watts, device.product_watts)
         products = {dtype: rate * limit for dtype, rate in products.items()}
         notes = () if device.product_tflops else (_NOT_MEASURED.format(device=device.name, share=_ATTAINABLE),)
+    attention = {**attention, **_measured_attention(cluster)}
     return Machine(
         name=device.name,
         memory_bytes=memory * 1e9 if memory else math.inf,
@@ -315,6 +318,17 @@ def machine_of(recipe: Recipe) -> Machine:
         process_bytes=(cluster.process_gb or (_CPU_PROCESS if is_cpu else 0.0)) * 1e9,
         notes=notes,
     )
+
+
+def _measured_attention(cluster: Cluster) -> dict[str, float]:
+    """FLOP/s by kernel and direction."""
+    for name, rate in cluster.attention_tflops.items():
+        key = f"cluster.attention_tflops.{name}"
+        if name.rpartition(" ")[2] not in (FORWARD, BACKWARD):
+            raise ConfigError(key, rate, "is not a kernel and a direction", "try 'flash forward'")
+        if not rate > 0:
+            raise ConfigError(key, rate, "must be a positive number", "try 300")
+    return {name: rate * 1e12 for name, rate in cluster.attention_tflops.items()}
 
 
 def _device_of(cluster: Cluster) -> hardware.Device:

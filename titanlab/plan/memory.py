@@ -195,7 +195,7 @@ def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[in
     ranks, microbatches = recipe.layout.pipeline, recipe.microbatches
     if ranks == 1:
         return saved[0]
-    few = shorter(ranks, microbatches)
+    few = shorter(recipe.schedule, ranks, microbatches)
     moments = in_flight(recipe.schedule, ranks, few, rank)
     # If a few more microbatches change nothing, any number does not: do not list the actions of all.
     if moments != in_flight(recipe.schedule, ranks, min(microbatches, few + ranks), rank):

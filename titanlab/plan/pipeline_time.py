@@ -141,7 +141,7 @@ def pipeline_time(
     schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
     """Simulate few microbatches, once for all recipes with similar stages; extrapolate to the others."""
-    few = shorter(ranks, microbatches)
+    few = shorter(schedule, ranks, microbatches)
     bubble, hops = _short(schedule, ranks, few, stages.rounded)
     if microbatches > few:
         # In the steady state each round adds the same idle time: take it from one more simulated round.
@@ -161,8 +161,10 @@ def least_time(
     return PipelineTime(idle * _ROUNDING * stages.mean + stages.busy * microbatches, 0.0)
 
 
-def shorter(ranks: int, microbatches: int) -> int:
+def shorter(schedule: PipelineSchedule, ranks: int, microbatches: int) -> int:
     """Number of microbatches of a shorter simulation, with the recipe's remainder after division into rounds."""
+    if schedule.fixed_size() is not None:
+        return microbatches
     # Schedules with nearly equal rounds need one more round to reach the steady state.
     least = (_ROUNDS + (microbatches % ranks > 0)) * ranks
     return microbatches if microbatches < least + ranks else least + microbatches % ranks

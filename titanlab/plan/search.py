@@ -19,6 +19,7 @@ from titanlab.plan.ranking import NEAR, Ranked, RecipeRanking
 from titanlab.plan.space import LayoutSpace, Vary, choices_of
 from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import StepTime
+from titanlab.ranges import declared_fields
 from titanlab.recipe import Recipe, check_addressable, check_processes, resolve
 from titanlab.system import counted, grouped, significant
 
@@ -224,14 +225,12 @@ def not_priced(recipe: Recipe) -> list[str]:
     lines = []
     for group in dataclasses.fields(recipe):
         config = getattr(recipe, group.name)
-        for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
-            value = getattr(config, field.name)
-            if field.metadata.get("not_priced") and value != field.default:
-                lines.append(
-                    f"{group.name}.{field.name}={str(value).lower()}: its effect on the time of a step is not known"
-                )
-    if recipe.model.attention == "math":
-        lines.append("model.attention=math: its effect on the time of a step is not known")
+        schema: type = type(config)
+        for field, declared in declared_fields(schema) if dataclasses.is_dataclass(schema) else ():
+            value, unknown = getattr(config, field.name), declared.get("not_priced", ())
+            if value != field.default if unknown is True else value in unknown:
+                shown = f"{group.name}.{field.name}={str(value).lower()}"
+                lines.append(f"{shown}: its effect on the time of a step is not known")
     return lines
 
 

@@ -24,8 +24,8 @@ from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, pipeline_tim
 from titanlab.plan.stages import Seen, message_bytes, model_facts
 from titanlab.recipe import Recipe, step_of
 
-# How often a step reads or writes the gradients outside of the optimizer: norm 1, scaling 2, zeroing 1.
-_GRADIENT_PASSES = 4
+# How often a step reads or writes the gradients outside of the optimizer: norm 1, zeroing 1; and to scale them 2.
+_GRADIENT_PASSES, _SCALING_PASSES = 2, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,10 @@ def step_time(
     parameters = busiest.blocks * block.parameters + sum(piece.parameters for piece in others)
     _add_data_parallel(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)
-    moved = 2 * (parameters + states) + (1 + _GRADIENT_PASSES) * parameters
+    # Without clipping, a CPU knows that the factor is 1; on a GPU nobody waits to read it.
+    scales = recipe.training.max_grad_norm is not None or recipe.cluster.accelerator != "cpu"
+    passes = _GRADIENT_PASSES + _SCALING_PASSES * scales
+    moved = 2 * (parameters + states) + (1 + passes) * parameters
     world = axis_of(recipe.layout, "world", machine.per_node)
     parts["optimizer"] = moved / (machine.memory_bytes_per_second * machine.efficiencies.fused_memory)
     update_flops = busiest.blocks * block.update_flops + sum(piece.update_flops for piece in others)

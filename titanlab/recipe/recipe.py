@@ -17,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 from titanlab.checkpoint import check_address, is_address
 from titanlab.costs import AUTO, Layout, ModelAccount, Operation, automatic_chunk, is_in_block, resolve_layout
 from titanlab.errors import ConfigError
-from titanlab.options import discover, schema_of
+from titanlab.options import OUTSIDE_STEP, discover, schema_of
 from titanlab.parallelism import Parallelism
 from titanlab.ranges import plain, ranged
-from titanlab.recipe.schema import Cluster, Training
+from titanlab.recipe.schema import NEITHER, Cluster, Training
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.optimizer.contract import WARMUP_STEPS
 from titanlab.techniques.schedule.split import split as balanced
@@ -66,15 +66,15 @@ class Recipe:
             folder, or a run; null: the seed makes them. Only the weights are read from there.
     """
 
-    name: str = field(default="run", metadata={"identity": False})
-    sweep: str = field(default="single", metadata={"identity": False})
-    runs: str = field(default="runs", metadata={"identity": False})
+    name: str = field(default="run", metadata=NEITHER)
+    sweep: str = field(default="single", metadata=NEITHER)
+    runs: str = field(default="runs", metadata=NEITHER)
     # No upper limit here: `recipe_rules` checks it.
-    seed: int = field(default=0, metadata={"most": None})
-    repeat: int = 0
+    seed: int = field(default=0, metadata={"most": None, **OUTSIDE_STEP})
+    repeat: int = field(default=0, metadata=OUTSIDE_STEP)
     world: int | None = None
     # The identity has the fingerprint of the weights, not their path.
-    init_from: str | None = field(default=None, metadata={"identity": False})
+    init_from: str | None = field(default=None, metadata=NEITHER)
     training: Training = MISSING
     model: ModelConfig = MISSING
     parallelism: Parallelism = MISSING
@@ -83,12 +83,12 @@ class Recipe:
     ac: ACConfig = field(default=MISSING, metadata={"before": {"kind": "none"}})
     compile: Compile = MISSING
     optimizer: OptimizerConfig = MISSING
-    data: DataConfig = MISSING
-    checkpoint: CheckpointConfig = MISSING
-    cluster: Cluster = field(default=MISSING)
-    tracker: TrackerConfig = field(default=MISSING, metadata={"identity": False})
-    profiler: ProfilerConfig = field(default=MISSING, metadata={"identity": False})
-    launch: LaunchSettings = field(default=MISSING, metadata={"identity": False})
+    data: DataConfig = field(default=MISSING, metadata=OUTSIDE_STEP)
+    checkpoint: CheckpointConfig = field(default=MISSING, metadata=OUTSIDE_STEP)
+    cluster: Cluster = MISSING
+    tracker: TrackerConfig = field(default=MISSING, metadata=NEITHER)
+    profiler: ProfilerConfig = field(default=MISSING, metadata=NEITHER)
+    launch: LaunchSettings = field(default=MISSING, metadata=NEITHER)
 
     def __post_init__(self) -> None:
         if self.init_from not in (None, MISSING) and is_address(self.init_from):

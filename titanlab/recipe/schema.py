@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from titanlab.costs import AUTO, Setting
-from titanlab.options import NOT_PRICED, option
+from titanlab.options import NOT_PRICED, OUTSIDE_STEP, option
+
+# The field changes neither the numbers of a run nor the time of its steps.
+NEITHER = {"identity": False, **OUTSIDE_STEP}
 
 
 @option("training")
@@ -43,7 +46,7 @@ class Training:
             checkpoints; null: no limit.
     """
 
-    steps: int = field(default=1000, metadata={"least": 1})
+    steps: int = field(default=1000, metadata={"least": 1, **OUTSIDE_STEP})
     seq_len: int = field(default=512, metadata={"least": 1})
     global_batch: int = field(default=8, metadata={"least": 1})
     microbatch: int | None = field(default=None, metadata={"least": 1, "cure": "try 1, or null for all"})
@@ -53,20 +56,20 @@ class Training:
     )
     max_grad_norm: float | None = field(default=1.0, metadata={"positive": True, "cure": "try 1.0, or null"})
     deterministic: bool = field(default=False, metadata=NOT_PRICED)
-    validate_every: int = field(default=0, metadata={"identity": False, "least": 0})
-    validation_sequences: int = field(default=32, metadata={"identity": False, "least": 1})
-    log_every: int = field(default=10, metadata={"identity": False, "least": 1})
-    unmeasured_steps: int = field(default=3, metadata={"identity": False, "least": 0})
-    gc_every: int = field(default=100, metadata={"identity": False, "least": 1})
-    compare_ranks_every: int = field(default=50, metadata={"identity": False, "least": 0})
-    check_every: int = field(default=0, metadata={"identity": False, "least": 0})
-    on_nan: str = field(default="stop", metadata={"identity": False, "choices": ("stop", "skip", "rollback")})
-    nan_limit: int = field(default=3, metadata={"identity": False, "least": 0})
+    validate_every: int = field(default=0, metadata={**NEITHER, "least": 0})
+    validation_sequences: int = field(default=32, metadata={**NEITHER, "least": 1})
+    log_every: int = field(default=10, metadata={**NEITHER, "least": 1})
+    unmeasured_steps: int = field(default=3, metadata={**NEITHER, "least": 0})
+    gc_every: int = field(default=100, metadata={**NEITHER, "least": 1})
+    compare_ranks_every: int = field(default=50, metadata={**NEITHER, "least": 0})
+    check_every: int = field(default=0, metadata={"identity": False, **NOT_PRICED, "least": 0})
+    on_nan: str = field(default="stop", metadata={**NEITHER, "choices": ("stop", "skip", "rollback")})
+    nan_limit: int = field(default=3, metadata={**NEITHER, "least": 0})
     step_timeout_seconds: float | None = field(
-        default=None, metadata={"identity": False, "least": 0, "cure": "try 600, 0 for no limit, or null"}
+        default=None, metadata={**NEITHER, "least": 0, "cure": "try 600, 0 for no limit, or null"}
     )
     first_step_timeout_seconds: float | None = field(
-        default=3600.0, metadata={"identity": False, "positive": True, "cure": "try 600, or null for no limit"}
+        default=3600.0, metadata={**NEITHER, "positive": True, "cure": "try 600, or null for no limit"}
     )
 
     def __post_init__(self) -> None:
@@ -97,6 +100,8 @@ class Cluster:
         peak_tflops: dense peak of one device in the precision of the matrix products, for the MFU;
             null: from the device's datasheet, where it is known.
         memory_gb_per_second: bandwidth of the memory of one device, for the planner; null: from the datasheet.
+        attention_tflops: measured rates of attention by kernel and direction, such as `flash backward`; those that are
+            not here: from the table of kernels.
         allocator_excess: bytes that the allocator reserves for each byte of tensors; null: as in published runs, and 1
             on CPUs.
         message_excess: bytes that a process keeps for each byte that it exchanges with others in a microbatch; null: 0.
@@ -109,13 +114,14 @@ class Cluster:
     accelerator: str = field(default="auto", metadata={"choices": ("auto", "cpu", "cuda")})
     device: str | None = None
     per_node: int | None = field(default=None, metadata={"identity": False, "least": 1, "cure": "try 8, or null"})
-    nodes: int | None = field(default=None, metadata={"identity": False, "least": 1, "cure": "try 8, or null"})
+    nodes: int | None = field(default=None, metadata={**NEITHER, "least": 1, "cure": "try 8, or null"})
     linked_nodes: int = field(default=1, metadata={"identity": False, "least": 1})
     memory_gb: float | None = _fact(80)
     link_gb_per_second: float | None = _fact(450)
     network_gb_per_second: float | None = _fact(50)
     peak_tflops: float | None = _fact(989)
     memory_gb_per_second: float | None = _fact(3350)
+    attention_tflops: dict[str, float] = field(default_factory=dict, metadata={"identity": False})
     allocator_excess: float | None = _fact(1.2)
     message_excess: float | None = _fact(1.5)
     process_gb: float | None = _fact(0.5)

@@ -25,7 +25,7 @@ from titanlab.costs import (
     divisors,
 )
 from titanlab.errors import ConfigError
-from titanlab.options import option
+from titanlab.options import OUTSIDE_STEP, option
 from titanlab.techniques.model.contract import ModelBuilder, ModelConfig, ReducedSizes
 from titanlab.techniques.model.llama_huggingface import (
     EMBEDDING,
@@ -113,14 +113,14 @@ class Llama(ModelConfig):
     kv_heads: int
     ffn_dim: int
     vocab_size: int
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_factor: float = 1.0
-    rope_low_freq_factor: float = 1.0
-    rope_high_freq_factor: float = 4.0
-    rope_original_context: int = 8192
+    norm_eps: float = field(default=1e-5, metadata=OUTSIDE_STEP)
+    rope_theta: float = field(default=10000.0, metadata=OUTSIDE_STEP)
+    rope_factor: float = field(default=1.0, metadata=OUTSIDE_STEP)
+    rope_low_freq_factor: float = field(default=1.0, metadata=OUTSIDE_STEP)
+    rope_high_freq_factor: float = field(default=4.0, metadata=OUTSIDE_STEP)
+    rope_original_context: int = field(default=8192, metadata=OUTSIDE_STEP)
     tied_embeddings: bool = False
-    attention: str = field(default="auto", metadata={"choices": ATTENTION_BACKENDS})
+    attention: str = field(default="auto", metadata={"choices": ATTENTION_BACKENDS, "not_priced": ("math",)})
     fused: bool = field(default=False, metadata={"before": False})
 
     @property
@@ -341,8 +341,8 @@ class LlamaOfExperts(Llama):
     experts: int
     active_experts: int
     balance: str = field(default="bias", metadata={"choices": BALANCES})
-    bias_rate: float = 1e-3
-    auxiliary_weight: float = 1e-3
+    bias_rate: float = field(default=1e-3, metadata=OUTSIDE_STEP)
+    auxiliary_weight: float = field(default=1e-3, metadata=OUTSIDE_STEP)
 
     @property
     def routed(self) -> RoutedExperts:

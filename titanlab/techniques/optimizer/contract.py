@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from titanlab.costs import OptionConfig
 from titanlab.errors import ConfigError
+from titanlab.options import OUTSIDE_STEP
 
 if TYPE_CHECKING:
     import torch
@@ -146,8 +147,8 @@ class OptimizerFactory(Protocol):
 class Scheduled(OptimizerConfig):
     """The fields that all optimizers share. A dataclass that inherits from it defines `kind` and `implementation`."""
 
-    lr: float = 3e-4
-    schedule: Schedule = field(default_factory=Schedule)
+    lr: float = field(default=3e-4, metadata=OUTSIDE_STEP)
+    schedule: Schedule = field(default_factory=Schedule, metadata=OUTSIDE_STEP)
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < math.inf:

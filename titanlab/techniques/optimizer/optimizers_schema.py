@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from titanlab.costs import Setting, hardware, is_in_block, tensor_part
 from titanlab.errors import ConfigError
-from titanlab.options import option
+from titanlab.options import NOT_PRICED, OUTSIDE_STEP, option
 from titanlab.techniques.optimizer.contract import STEP_BYTES, OptimizerConfig, OptimizerFactory, Scheduled, Stored
 
 
@@ -25,9 +25,9 @@ class Averaged(Scheduled):
             too.
     """
 
-    betas: tuple[float, ...] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    betas: tuple[float, ...] = field(default=(0.9, 0.95), metadata=OUTSIDE_STEP)
+    eps: float = field(default=1e-8, metadata=OUTSIDE_STEP)
+    weight_decay: float = field(default=0.1, metadata=OUTSIDE_STEP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +54,9 @@ class Rounded(Averaged):
             probability that keeps the mean (arXiv 2010.06192); `auto`: stochastic if parameters are stored in bfloat16.
     """
 
-    rounding: str = field(default="auto", metadata={"before": "auto", "choices": ("auto", "nearest", "stochastic")})
+    rounding: str = field(
+        default="auto", metadata={"before": "auto", "choices": ("auto", "nearest", "stochastic"), **NOT_PRICED}
+    )
 
     def check(self, setting: Setting) -> None:
         in_bf16 = setting.rests_in == "bfloat16"
@@ -199,10 +201,12 @@ class Muon(Averaged):
     """
 
     kind: str = "muon"
-    momentum: float = 0.95
-    nesterov: bool = True
+    momentum: float = field(default=0.95, metadata=OUTSIDE_STEP)
+    nesterov: bool = field(default=True, metadata=NOT_PRICED)
     newton_schulz_steps: int = 5
-    adjust_lr: str = field(default="match_rms_adamw", metadata={"choices": ("match_rms_adamw", "original")})
+    adjust_lr: str = field(
+        default="match_rms_adamw", metadata={"choices": ("match_rms_adamw", "original"), **OUTSIDE_STEP}
+    )
 
     # Matrices are made orthogonal in bf16: 3.6e-4 of a parameter is measured after three steps.
     tolerances: ClassVar[Mapping[str, float]] = {"parameter": 3e-3, "loss": 1e-4, "grad_norm": 1e-3}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from titanlab.costs import BLOCKS, Setting, compute_capability, is_in_block
 from titanlab.errors import ConfigError
-from titanlab.options import option
+from titanlab.options import OUTSIDE_STEP, option
 from titanlab.techniques.precision.contract import DTYPES, EMBEDDING, HEAD, Formats, Precision, PrecisionConfig, matched
 
 KEY = "precision.fp32_parts"
@@ -144,13 +144,13 @@ class Fp16(Parts):
 
     kind: str = "fp16"
     reduce: str = "fp32"
-    init_scale: float = 65536.0
-    dynamic: bool = True
-    growth_factor: float = 2.0
-    growth_interval: int = field(default=2000, metadata={"least": 1})
-    backoff_factor: float = 0.5
-    min_scale: float = 1.0
-    max_skips: int = field(default=20, metadata={"least": 1})
+    init_scale: float = field(default=65536.0, metadata=OUTSIDE_STEP)
+    dynamic: bool = field(default=True, metadata=OUTSIDE_STEP)
+    growth_factor: float = field(default=2.0, metadata=OUTSIDE_STEP)
+    growth_interval: int = field(default=2000, metadata={"least": 1, **OUTSIDE_STEP})
+    backoff_factor: float = field(default=0.5, metadata=OUTSIDE_STEP)
+    min_scale: float = field(default=1.0, metadata=OUTSIDE_STEP)
+    max_skips: int = field(default=20, metadata={"least": 1, **OUTSIDE_STEP})
 
     def __post_init__(self) -> None:
         check_reduce(self.reduce, ("fp32", "fp16"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from titanlab.costs import ModelAccount, Setting, hardware, part_shape, path_matches
 from titanlab.errors import ConfigError
-from titanlab.options import option
+from titanlab.options import OUTSIDE_STEP, option
 from titanlab.techniques.precision.cast_schema import KEY as PARTS
 from titanlab.techniques.precision.cast_schema import Bf16, parts_within
 from titanlab.techniques.precision.contract import Precision, PrecisionConfig, ProductFormat, matched
@@ -75,7 +75,7 @@ class Float8(Bf16):
 
     kind: str = ""
     skip: tuple[str, ...] = (HEAD,)
-    strict: bool = False
+    strict: bool = field(default=False, metadata=OUTSIDE_STEP)
     emulate: str = "auto"
 
     # torchao's name of the recipe.

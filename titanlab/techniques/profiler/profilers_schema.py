@@ -110,6 +110,9 @@ class Breakdown(Windows):
 KIND = "rates"
 PRODUCT, ATTENTION, COPY, POINTWISE = "rates/product", "rates/attention", "rates/copy", "rates/pointwise"
 LAUNCH, PROCESS, COLLECTIVE = "rates/launch(s)", "rates/process(B)", "rates/collective"
+# Casts to float8 by separate kernels, in bytes that these read and write; the host's time to start one kernel in eager
+# mode, and for the hooks of FSDP2 around one collective.
+CAST, HOST, HOOK = "rates/cast", "rates/host(s)", "rates/hook(s)"
 # Groups of ranks for collectives: the ranks of a node, and all ranks.
 NODE, WORLD = "node", "world"
 
@@ -117,10 +120,11 @@ NODE, WORLD = "node", "world"
 @option("profiler", "rates")
 @dataclass(frozen=True, kw_only=True)
 class Rates(ProfilerConfig):
-    """Rates of the machine, measured once before the first step: products, attention, memory, collectives.
+    """Rates of the machine, measured once before the first step: products, attention, memory, host, collectives.
 
     Attributes:
-        largest: side of the largest product; the smallest has an eighth of it.
+        seconds: time of one figure. Products of ten times as long come first, so that the clock is the sustained one.
+        largest: side of the largest product; the smallest has an eighth of it. Attention has sequences of half of it.
         megabytes: largest message of a collective, in 2²⁰ bytes.
     """
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlab.techniques.profiler import profilers_schema as names
 from titanlab.techniques.profiler.contract import Profiler
@@ -26,8 +31,25 @@ _LAUNCHES = 50
 _COPIED = 2**24
 # Elements of the tensor of pointwise operations: 4 MiB in float32, as in a block of a model.
 _POINTWISE = 2**20
-# Shape of the attention: batch, heads, sequence, width of a head.
-_ATTENTION = (1, 8, 512, 64)
+# Kernels of attention, by the planner's names; the width of their heads by kind of device, and their number.
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_WIDTHS, _HEADS = {"cpu": 64, "cuda": 128}, 8
+# Products run for as many times the seconds of one figure before the first one is measured.
+_SETTLING = 10
+# FLOPs of the backward pass of attention, as a multiple of the forward pass (arXiv 2307.08691, section 2.3).
+_BACKWARD = 2.5
+# What separate kernels of a cast to float8 move for an element in bfloat16: abs 4, max 2, to float32 6, times the scale
+# 8, clamp 8, to float8 5.
+_CAST_BYTES = 33
+_FLOAT8 = torch.float8_e4m3fn
+# Linear layers whose host time is measured, and their width: so small that the device never waits for itself. Each is
+# followed by an activation: forward 2 kernels, backward 3. FSDP2 gathers twice and reduces once.
+_LAYERS, _WIDTH = 16, 16
+_LAYER_KERNELS, _LAYER_HOOKS = 5, 3
 _SMALLEST_MESSAGE = 2**10
 
 
@@ -42,11 +64,13 @@ class RatesProfiler(Profiler):
         own = {} if on_gpu else {names.PROCESS: float(peak_resident_bytes())}
         with torch.no_grad():
             own.update(_of_device(self._config, device))
+            own.update(_of_host(self._config, device))
             own.update(_collectives(self._config, device))
         of_ranks, row = self.links.gather(own), {}
         for name in own:
             # The slowest rank: the longest time, the most memory, the least rate.
-            slowest = max if name.startswith((names.COLLECTIVE, names.LAUNCH, names.PROCESS)) else min
+            is_cost = name.startswith(names.COLLECTIVE) or name in (names.LAUNCH, names.PROCESS, names.HOST, names.HOOK)
+            slowest = max if is_cost else min
             row[name] = slowest(figures[name] for figures in of_ranks)
         self.links.report(names.KIND, 0, row, [f"measured {len(row)} rates of this machine"])
 
@@ -69,22 +93,86 @@ def _of_device(config: Rates, device: torch.device) -> dict[str, float]:
     shapes = [(side // part,) * 3 for part in (8, 4, 2, 1)]
     shapes += [(side, small, 3 * small), (side, 3 * small, small), (small, side, 3 * small)]
     figures = {}
+    square = random(side, side)
+    settled = time.perf_counter() + _SETTLING * config.seconds
+    while time.perf_counter() < settled:
+        mean_seconds(partial(torch.matmul, square, square), 1, device)
     for rows, inner, columns in shapes:
         product = partial(torch.matmul, random(rows, inner), random(inner, columns))
         figures[f"{names.PRODUCT} {rows}x{inner}x{columns}"] = 2 * rows * inner * columns / seconds(product)
-    # Causal attention computes half of the square.
-    batch, heads, seq, width = _ATTENTION
-    q = random(batch, heads, seq, width)
-    attention = partial(F.scaled_dot_product_attention, q, q, q, is_causal=True)
-    figures[names.ATTENTION] = 2 * batch * heads * seq * seq * width / seconds(attention)
+    q = random(1, _HEADS, max(1, side // 2), _WIDTHS[device.type])
+    for name, backend in _KERNELS.items():
+        # A kernel that the device lacks says why in warnings, and raises.
+        with sdpa_kernel(backend), warnings.catch_warnings(), contextlib.suppress(RuntimeError):
+            warnings.simplefilter("ignore")
+            ahead, back = _attention_seconds(q, seconds)
+            # Causal attention computes half of the square.
+            flops = 2 * q.numel() * q.shape[2]
+            figures[f"{names.ATTENTION} {name} forward"] = flops / ahead
+            figures[f"{names.ATTENTION} {name} backward"] = _BACKWARD * flops / back
     copied = random(_COPIED)
     target = torch.empty_like(copied)
     # Each element is read and written; in the sum of two tensors, two are read.
     figures[names.COPY] = 2 * copied.nbytes / seconds(lambda: target.copy_(copied))
     some, other = random(_POINTWISE), random(_POINTWISE)
     figures[names.POINTWISE] = 3 * some.nbytes / seconds(lambda: some * other)
+    wide = some.to(torch.bfloat16)
+    figures[names.CAST] = _CAST_BYTES * some.numel() / seconds(partial(_cast, wide))
     scalar = random(1)
     figures[names.LAUNCH] = seconds(lambda: [scalar + scalar for _ in range(_LAUNCHES)]) / _LAUNCHES
+    return figures
+
+
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in float8 by one scale, as torchao casts it outside of compiled code."""
+    most = torch.finfo(_FLOAT8).max
+    return (tensor.float() * (most / tensor.abs().max().float())).clamp(-most, most).to(_FLOAT8)
+
+
+def _attention_seconds(q: torch.Tensor, seconds: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
+    """Forward and backward."""
+    ahead = seconds(partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
+    with torch.enable_grad():
+        query, key, value = (q.clone().requires_grad_() for _ in range(3))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        inputs, given = (query, key, value), torch.ones_like(out)
+        return ahead, seconds(partial(torch.autograd.grad, out, inputs, given, retain_graph=True))
+
+
+def _of_host(config: Rates, device: torch.device) -> dict[str, float]:
+    """Seconds of the host for one kernel in eager mode, and with several ranks for a collective of FSDP2."""
+
+    def layer_seconds(layers: nn.Module) -> float:
+        layers(x).sum().backward()
+        times: list[float] = []
+        begin = time.perf_counter()
+        while len(times) < _TIMES or time.perf_counter() - begin < config.seconds:
+            start = time.perf_counter()
+            layers(x).sum().backward()
+            times.append((time.perf_counter() - start) / _LAYERS)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        return statistics.median(times)
+
+    def linears() -> nn.Module:
+        pairs = [(nn.Linear(_WIDTH, _WIDTH, bias=False), nn.SiLU()) for _ in range(_LAYERS)]
+        return nn.Sequential(*(module for pair in pairs for module in pair)).to(device)
+
+    with torch.enable_grad():
+        x = torch.rand(_WIDTH, _WIDTH, device=device)
+        plain = layer_seconds(linears())
+        figures = {names.HOST: plain / _LAYER_KERNELS}
+        if dist.is_initialized():
+            # Imported here: it takes a second. Each rank is alone, so that no time of a network counts.
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = DeviceMesh.from_group(dist.new_subgroups(group_size=1)[0], device.type)
+            hooked = linears()
+            for layer in (*list(hooked.children())[::2], hooked):
+                fully_shard(layer, mesh=mesh)
+            hooks = layer_seconds(hooked) - plain
+            if hooks > 0:
+                figures[names.HOOK] = hooks / _LAYER_HOOKS
     return figures
 
 
