@@ -19,7 +19,7 @@ from titanlab.costs import (
     training_flops_per_token,
 )
 from titanlab.plan import block_time, machine_of
-from titanlab.plan.block_time import RankWork, exposed, model_time, rows_of, work_of
+from titanlab.plan.block_time import TRANSPOSED, RankWork, exposed, model_time, rows_of, work_of
 from titanlab.plan.machine import AxisPlacement, Efficiencies
 from titanlab.plan.search import not_priced
 from titanlab.plan.stages import model_facts
@@ -152,16 +152,22 @@ def test_float8_gathers_send_half():
     assert parts[True] < 0.8 * parts[False]
 
 
-def products_in_float8(*, fused, **changes):
-    """Bytes that the casts of one layer move in the forward and in the backward pass, and their kernels."""
+def float8_work(*, fused, precision=Float8Tensorwise, **changes):
+    """The kernels of one layer that multiplies in float8."""
     (product,) = (each for each in LLAMA_8B.block_operations(batch=1, seq_len=512) if each.name == "attention.wo")
     part = RankWork(
         share=Share(element_bytes=2, tensor=changes.pop("tensor", 1)), dtype="bfloat16", attention="flash", fused=fused,
         plan=model_facts(LLAMA_8B).account.plan, prefix="layers.0.",
-        products={"layers.0.attention.wo": Float8Tensorwise.product}, **changes,
+        products={"layers.0.attention.wo": precision.product}, **changes,
     )  # fmt: skip
     (work,) = work_of([product], part)
-    casts = [kernels[-1] for kernels in (work.forward, work.inputs)]
+    return work
+
+
+def products_in_float8(**changes):
+    """Bytes that the casts of one layer move in the forward and in the backward pass, and their kernels."""
+    work = float8_work(**changes)
+    casts = [kernels[1] for kernels in (work.forward, work.inputs)]
     return sum(cast.moved for cast in casts), sum(cast.launches for cast in casts)
 
 
@@ -172,6 +178,22 @@ def test_casts_to_float8_cost_more_outside_compiled_code():
     assert products_in_float8(fused=False) == (66 * (inputs + weight + gradients), 36)
     arrived = products_in_float8(fused=False, cast_weights=frozenset({"layers.0.attention.wo.weight"}))
     assert arrived[0] == 66 * (inputs + gradients)
+
+
+def test_products_of_gradients_copy_and_scale_in_kernels_of_their_own():
+    inputs, weight, gradients = 512 * 4096, 4096 * 4096, 512 * 4096
+
+    def moved(**changes):
+        work = float8_work(**changes)
+        return work.inputs[-1].moved, work.weights[-1].moved
+
+    assert moved(fused=True) == (0, 0)
+    # Copies into the other order of memory: of the weight, and of both operands of its gradient.
+    assert moved(fused=False) == (TRANSPOSED * weight, TRANSPOSED * (inputs + gradients))
+    # Scales by row: the results of both products are read and written.
+    assert moved(fused=True, precision=Float8Rowwise) == (4 * inputs, 4 * weight)
+    # In chunks of tokens each gradient is also added to the sum.
+    assert moved(fused=False, chunks=8)[1] == TRANSPOSED * (inputs + gradients) + 8 * 6 * weight
 
 
 def test_with_a_gather_in_float8_each_rank_casts_its_part_and_sends_half():

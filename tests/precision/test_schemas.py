@@ -266,7 +266,7 @@ def test_products_are_those_of_the_converted_layers():
     assert found == {
         Float8Tensorwise: ProductFormat(**formats, cast_bytes=7.0, cast_kernels=3),
         # Scales by row are finer and dearer.
-        Float8Rowwise: ProductFormat(**formats, cast_bytes=10.0, cast_kernels=4),
+        Float8Rowwise: ProductFormat(**formats, cast_bytes=10.0, cast_kernels=4, scales_gradients=True),
         Float8RowwiseWithGwHp: ProductFormat(
             **{**formats, "weight_gradient": "bfloat16"}, cast_bytes=6.0, cast_kernels=2
         ),

@@ -37,6 +37,14 @@ from titanlab.techniques.precision.contract import ProductFormat
 
 # Side of a tile of the output that a product's kernels compute at once; a partial tile takes as long as a full one.
 _TILE = 128
+# Separate kernels move so many bytes in the time in which torch copies one element of a byte into the other order of
+# memory: 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), at the fitted share of 3.35 TB/s.
+TRANSPOSED = 18
+# Bytes for each result of a product that a kernel scales: read 2 and write 2; outside compiled code the product of the
+# scales is written and read too, in float32.
+_SCALED, _EAGER_SCALED = 4, 12
+# Bytes for each element of a weight's gradient that is added to those of other chunks of tokens.
+_ADDED = 6
 # The backward pass of fused attention has five products, the forward pass two (arXiv 2307.08691, section 2.3).
 _ATTENTION_BACKWARD = 2.5
 # What `titanlab.parallelism.context` moves beside its kernels, for each element of what the rank has of an attention's
@@ -99,6 +107,7 @@ class RankWork:
         cast_weights: names of weights that arrive in float8, from FSDP2's gather.
         casts_part: whether activations are cast before tensor parallelism gathers them.
         imbalance: rows of the busiest rank of expert parallelism, as a multiple of the mean.
+        chunks: number of products that compute the gradient of the weight.
     """
 
     share: Share
@@ -111,6 +120,7 @@ class RankWork:
     cast_weights: frozenset[str] = frozenset()
     casts_part: bool = False
     imbalance: float = 1.0
+    chunks: int = 1
 
 
 # Load of the busiest expert beyond the mean, as a share of it, by the balance of loads: with a bias 0.04, with an
@@ -248,6 +258,17 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
         kernels[0].append(KernelGroup(0.0, "", values, launches, part.fused))
         backward = values + rows * columns / gradients * cast
         kernels[1].append(KernelGroup(0.0, "", backward, 2 * launches, part.fused))
+        scaled = product.scales_gradients * (_SCALED if part.fused else _EAGER_SCALED)
+        of_inputs, of_weight = rows * inner * scaled, part.chunks * inner * columns * scaled
+        # Products in float8 need the weight, and for its gradient both operands, in the other order of memory.
+        if not part.fused and product.input_gradient.startswith("float8"):
+            of_inputs += inner * columns * TRANSPOSED
+        if not part.fused and product.weight_gradient.startswith("float8"):
+            of_weight += (rows * columns + rows * inner) * TRANSPOSED
+        if part.chunks > 1:
+            of_weight += part.chunks * inner * columns * _ADDED
+        kernels[1].append(KernelGroup(0.0, "", of_inputs, 1, part.fused))
+        kernels[2].append(KernelGroup(0.0, "", of_weight, 2 * part.chunks, part.fused))
     return kernels[0], kernels[1], kernels[2]
 
 
@@ -381,6 +402,15 @@ class _Shaped:
         }
         attention = [time for time in self.times if time.kind == "attention"]
         self.ring = sum(time.forward for time in attention), sum(time.inputs for time in attention)
+        # AsyncTP's products, forward and backward: each reads what a collective gathers, or its result is summed.
+        beside: dict[str, tuple[float, float]] = {}
+        for operation, time in zip(self.operations, self.times, strict=True):
+            style = self.part.plan.style_of(f"{self.part.prefix}{operation.layer or operation.name}")
+            if style in ("colwise", "rowwise"):
+                source = operation.keeps[0].name if style == "colwise" else operation.name
+                ahead, back = beside.get(source, (0.0, 0.0))
+                beside[source] = ahead + time.forward, back + time.inputs
+        self.beside = list(beside.values())
         self.context, block = self._context(), (self.facts.block,)
         self.exchange = self._seconds(add_exchange, "expert", self.step, block, only_forward=True)
         self.exchange *= self.part.imbalance
@@ -421,10 +451,11 @@ class _Shaped:
         if any(time.kind == "attention" for time in again):
             context_backward += context_forward
         tensor_forward, tensor_backward = self._tensor(number, ac)
-        if self.recipe.parallelism.async_tensor and tensor_forward:
-            # With AsyncTP, products and the neighbouring collectives run together.
-            tensor_forward = exposed(forward - self.ring[0], tensor_forward, self.machine)
-            tensor_backward = exposed(inputs + repeated + weights - self.ring[1], tensor_backward, self.machine)
+        if self.recipe.parallelism.async_tensor and self.beside:
+            products, gradients = zip(*self.beside, strict=True)
+            computed_again = tensor_backward - tensor_forward
+            tensor_backward = self._beside(gradients, tensor_forward) + self._beside(products, computed_again)
+            tensor_forward = self._beside(products, tensor_forward)
         # The rows of experts are needed at once, so no computation hides their transfer.
         tensor_forward += self.exchange
         tensor_backward += self.exchange * (2 if ac.repeats_collective(EXCHANGE, number=number) else 1)
@@ -435,6 +466,11 @@ class _Shaped:
             *(forward, inputs, weights, repeated, tensor_forward, tensor_backward, context_forward, context_backward),
             *(ahead, back),
         )
+
+    def _beside(self, products: Sequence[float], communication: float) -> float:
+        """Exposed time of AsyncTP's collectives: each runs together with the product before or after it."""
+        each = communication / len(products)
+        return sum(exposed(product, each, self.machine) for product in products)
 
     def _host(self, recomputed: frozenset[str]) -> tuple[float, float]:
         """Time of the host for the forward and the backward pass of a block.
@@ -456,7 +492,9 @@ class _Shaped:
 
     def _edge(self, operation: Operation, *, last: bool) -> PieceTime:
         """A piece before or after the blocks; the last one computes the loss too."""
-        part, parallelism = replace(self.part, prefix="", fused=False), self.recipe.parallelism
+        parallelism, chunk = self.recipe.parallelism, self.recipe.loss_chunk
+        chunks = math.ceil(math.prod(operation.output[:-1]) / self.layout.context / chunk) if last and chunk else 1
+        part = replace(self.part, prefix="", fused=False, chunks=chunks)
         if operation.name in self.step.fp32_parts:
             part = replace(part, dtype="float32", share=replace(part.share, element_bytes=4))
         (time,) = self._times([operation], part)
@@ -469,7 +507,7 @@ class _Shaped:
             moved = math.prod(operation.output) / splits * bytes_
             loss = kernel_seconds([KernelGroup(0.0, "", moved / 2, launches / 2, fused)], self.machine)
             forward, inputs = forward + loss, inputs + loss
-            if self.recipe.loss_chunk:
+            if chunk:
                 # The forward pass computes the gradients too.
                 return PieceTime(forward + inputs + time.weights, 0.0, 0.0, 0.0, tensor, tensor)
         return PieceTime(forward, inputs, time.weights, 0.0, tensor, tensor)
@@ -537,7 +575,7 @@ def model_time(recipe: Recipe, machine: Machine) -> ModelTime:
     config = recipe.parallelism
     key = (
         *(recipe.model, recipe.precision, recipe.compile, recipe.microbatch, recipe.training.seq_len),
-        *(_inside(recipe.layout), recipe.cluster.accelerator, recipe.loss_chunk > 0),
+        *(_inside(recipe.layout), recipe.cluster.accelerator, recipe.loss_chunk),
         *(config.sequence_parallel, config.loss_parallel, config.async_tensor, config.context_method),
     )
     return _model_time(_shaped(Seen(key, recipe), machine), recipe.ac)

@@ -69,6 +69,7 @@ class ProductFormat:
             gradient of its output, over the three products.
         cast_kernels: kernels of these casts, for each of the three tensors.
         eager_cast_bytes, eager_cast_kernels: the same for casts outside compiled code.
+        scales_gradients: whether a kernel of its own scales the results of the products of gradients.
     """
 
     forward: str
@@ -81,6 +82,7 @@ class ProductFormat:
     # reads 4 and writes 1.
     eager_cast_bytes: float = 66.0
     eager_cast_kernels: int = 12
+    scales_gradients: bool = False
 
 
 def matched(account: ModelAccount, parts: Sequence[str]) -> tuple[str, ...]:

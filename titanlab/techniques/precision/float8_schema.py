@@ -49,13 +49,16 @@ def _conversion(layers: tuple[tuple[str, tuple[int, ...]], ...], skip: tuple[str
     return Conversion(converted=converted, skipped=tuple(skipped), uneven=uneven)
 
 
-def _format(cast_bytes: float, cast_kernels: int, *, weight_gradient: str = "float8_e4m3fn") -> ProductFormat:
+def _format(
+    cast_bytes: float, cast_kernels: int, *, weight_gradient: str = "float8_e4m3fn", scales_gradients: bool = False
+) -> ProductFormat:
     return ProductFormat(
         forward="float8_e4m3fn",
         input_gradient="float8_e4m3fn",
         weight_gradient=weight_gradient,
         cast_bytes=cast_bytes,
         cast_kernels=cast_kernels,
+        scales_gradients=scales_gradients,
     )
 
 
@@ -296,7 +299,8 @@ class Float8Rowwise(Float8):
 
     recipe: ClassVar[str] = "rowwise"
     # Each operand is scaled by row for one product and by column for another: each time read 2, read 2, write 1.
-    product: ClassVar[ProductFormat] = _format(10.0, 4)
+    # With exact sums, as for gradients, torchao multiplies without scales and then scales the result.
+    product: ClassVar[ProductFormat] = _format(10.0, 4, scales_gradients=True)
 
 
 @option("precision", "float8_rowwise_with_gw_hp")
