@@ -256,7 +256,7 @@ def test_sweeps_that_measure_gpus_save_nothing():
     sweeps = [yaml.safe_load(path.read_text()) for path in (conf_folder() / "sweeps").glob("*.yaml")]
     begins = {each["sweep"]: [given["/recipe"] for given in each["defaults"] if "/recipe" in given] for each in sweeps}
     measuring = [each for each in sweeps if set(begins[each["sweep"]]) & set(LARGE)]
-    assert len(measuring) == 8
+    assert len(measuring) == 10
     assert {each["sweep"]: each["checkpoint"] for each in measuring} == {
         each["sweep"]: {"every": 0, "at_end": False} for each in measuring
     }

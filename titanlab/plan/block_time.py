@@ -267,8 +267,13 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
             of_weight += (rows * columns + rows * inner) * TRANSPOSED
         if part.chunks > 1:
             of_weight += part.chunks * inner * columns * _ADDED
-        kernels[1].append(KernelGroup(0.0, "", of_inputs, 1, part.fused))
-        kernels[2].append(KernelGroup(0.0, "", of_weight, 2 * part.chunks, part.fused))
+        others = (
+            KernelGroup(0.0, "", of_inputs, 1, part.fused),
+            KernelGroup(0.0, "", of_weight, 2 * part.chunks, part.fused),
+        )
+        for own, other in zip(kernels[1:], others, strict=True):
+            if other.moved > 0:
+                own.append(other)
     return kernels[0], kernels[1], kernels[2]
 
 

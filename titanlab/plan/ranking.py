@@ -70,7 +70,7 @@ def least_memory(recipe: Recipe, schedules: Sequence[Choice], *, reduces_each: b
     accumulates = recipe.microbatches > 1 or layout.pipeline > 1
     if accumulates and (layout.context > 1 or formats.mixed):
         needed += whole.unreduced // shards if reduces_each else whole.unreduced
-        needed += whole.gathered if parallelism.reshard_after_forward == "never" else 0
+        needed += 0 if parallelism.frees_after_forward else whole.gathered
     shape = (model, share_of(recipe), recipe.microbatch, recipe.training.seq_len)
     saved = float(saved_bytes(recipe.ac, *shape, compiled=recipe.compile.fuses_blocks))
     if layout.pipeline > 1:
