@@ -267,8 +267,10 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
             of_weight += (rows * columns + rows * inner) * TRANSPOSED
         if part.chunks > 1:
             of_weight += part.chunks * inner * columns * _ADDED
-        kernels[1].append(KernelGroup(0.0, "", of_inputs, 1, part.fused))
-        kernels[2].append(KernelGroup(0.0, "", of_weight, 2 * part.chunks, part.fused))
+        if of_inputs:
+            kernels[1].append(KernelGroup(0.0, "", of_inputs, 1, part.fused))
+        if of_weight:
+            kernels[2].append(KernelGroup(0.0, "", of_weight, 2 * part.chunks, part.fused))
     return kernels[0], kernels[1], kernels[2]
 
 
