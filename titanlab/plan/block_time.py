@@ -605,7 +605,7 @@ def model_time(recipe: Recipe, machine: Machine) -> ModelTime:
     config = recipe.parallelism
     key = (
         *(recipe.model, recipe.precision, recipe.compile, recipe.microbatch, recipe.training.seq_len),
-        *(_inside(recipe.layout), recipe.cluster.accelerator, recipe.loss_chunk),
+        *(_inside(recipe.layout), recipe.cluster.accelerator, recipe.cluster.device, recipe.loss_chunk),
         *(config.sequence_parallel, config.loss_parallel, config.async_tensor, config.context_method),
     )
     return _model_time(_shaped(Seen(key, recipe), machine), recipe.ac)
