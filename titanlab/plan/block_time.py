@@ -37,8 +37,9 @@ from titanlab.techniques.precision.contract import ProductFormat
 
 # Side of a tile of the output that a product's kernels compute at once; a partial tile takes as long as a full one.
 _TILE = 128
-# Separate kernels move so many bytes in the time in which torch copies one element of a byte into the other order of
-# memory: 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), at the fitted share of 3.35 TB/s.
+# Bytes that separate kernels move in the time in which torch copies one element of one byte into the other order of
+# memory (rows or columns first): 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), at the fitted share
+# of 3.35 TB/s.
 TRANSPOSED = 18
 # Bytes for each result of a product that a kernel scales: read 2 and write 2; outside compiled code the product of the
 # scales is written and read too, in float32.
