@@ -182,7 +182,9 @@ TERMS = (
     (
         "AsyncTP",
         """torch's `micro_pipeline_tp` splits a gather with the products that read it, and a sum with the product before
-        it: each collective hides behind those products alone, and behind nothing else in the block""",
+        it: each collective hides behind those products alone. Which are split is counted in compiled blocks
+        (`tests/compile/test_async_tensor.py`): not the sums of the backward pass; in float8 only the sums of the
+        forward pass, because titanlab casts what it has gathered; nothing of experts""",
     ),
     ("ring of context parallelism", "bytes and kernels counted in `titanlab/parallelism/context.py`"),
     ("totals of a step", "NCCL's trees: 2·log₂ of the nodes, and a chain in each node"),
@@ -265,7 +267,7 @@ def _throughput(fit: Mapping[str, Any]) -> Iterable[str]:
         The largest errors by term. Long sequences: in TorchTitan's table 2 the rate of attention that is left after all
         else is 300 TFLOP/s for one and for two ranks of context parallelism, and 190 for four and eight. Neither bytes
         nor kernels of a ring explain that, so no rate fits all four rows. Tensor parallelism: two GPUs of KempnerForge
-        are a third slower than one without a term that says why, and AsyncTP hides less in float8 than in the model.
+        are a third slower than one without a term that says why.
         Row 41 is rowwise float8 with AsyncTP, which torch did not fuse at that time: it is estimated without AsyncTP.
     """)
     yield "The median error of each source, cross-validated:"

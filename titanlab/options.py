@@ -30,8 +30,8 @@ from titanlab.ranges import ranged
 
 T = TypeVar("T", bound=type)
 # What a field's metadata says of a step. Without it, another value of the field changes the planner's estimate.
-# Nobody has measured the field's effect on the time of a step: the planner says so. In place of True: the values of
-# which this is so.
+# Nobody has measured the field's effect on the time of a step: the planner says so. A tuple in place of True: only for
+# these values of the field.
 NOT_PRICED = {"not_priced": True}
 # The field, or its whole group, changes neither time nor memory of a step without validation, checkpoint and profile.
 OUTSIDE_STEP = {"in_step": False}

@@ -31,7 +31,11 @@ EXPERTS = [
         *(f"{MEGATRON}: TP 4, PP 8", "llama3_1_70b_256gpus", 64, 128, 8192, "tensor", "pipeline"),
         instead="dp_s32·tp2 with 4 sequences and ac=full; no pipeline is among the first five",
     ),
-    expert(f"{TORCHTITAN}, table 4", "llama3_1_70b_256gpus", 256, 512, 8192, "tensor"),
+    # AsyncTP does not hide the sums of the backward pass, and in float8 no gathers.
+    expert(
+        *(f"{TORCHTITAN}, table 4", "llama3_1_70b_256gpus", 256, 512, 8192, "tensor"),
+        instead="dp_s256 with 2 sequences and ac=full; dp_s128·tp2 takes 6 % longer",
+    ),
     expert(
         *(f"{TORCHTITAN}, table 5: TP 8, PP 8", "llama3_1_405b_512gpus", 512, 256, 8192, "tensor", "pipeline"),
         instead="dp_s256·tp2 with 1 sequence and ac=full; no pipeline is among the first five",
@@ -40,7 +44,10 @@ EXPERTS = [
         *(f"{MEGATRON}: TP 8, PP 8, CP 2", "llama3_1_405b_512gpus", 1024, 512, 8192, "tensor", "pipeline", "context"),
         instead="dp_s512·tp2 with 1 sequence and ac=full; no pipeline is among the first five",
     ),
-    expert(f"{LLAMA_3}: TP 8, PP 16", "llama3_1_405b_2048gpus", 8192, 2048, 8192, "tensor", "pipeline"),
+    expert(
+        *(f"{LLAMA_3}: TP 8, PP 16", "llama3_1_405b_2048gpus", 8192, 2048, 8192, "tensor", "pipeline"),
+        instead="dp_s32·cp4·tp4·pp16 with ac=selective_op; no pipeline without context is among the first five",
+    ),
     expert(
         *(f"{MODEL_ZOO}: FSDP, TP 2, EP 8", "qwen3_moe_235b_a22b_512gpus", 256, 2048, 4096, "tensor", "expert"),
         instead="dp_s4·tp2·pp32 with ac=selective_op; FSDP with experts divided takes 10 % longer",

@@ -140,6 +140,36 @@ def test_compilation_float8_and_async_tensor_are_faster():
     assert seconds(overlapped) < seconds(waits)
 
 
+MIXTURE = Qwen3Moe(dim=4096, layers=4, heads=32, kv_heads=8, head_dim=128, ffn_dim=768, vocab_size=2048, experts=16)
+
+
+@pytest.mark.parametrize(
+    ("given", "forward", "backward"),
+    # Of two gathers and two sums in a pass, those that are fused, as in `FUSED` of tests/compile/test_async_tensor.py.
+    # Rows that are gathered for experts are sorted before they are multiplied, and results are weighted before the sum.
+    [
+        ({}, 4, 2),
+        ({"precision": Float8Tensorwise()}, 2, 0),
+        ({"model": MIXTURE}, 2, 1),
+        ({"model": dataclasses.replace(LLAMA_8B, fused=True)}, 4, 2),
+    ],
+    ids=["bf16", "float8", "experts", "fused"],
+)
+def test_async_tensor_hides_only_collectives_that_torch_fuses(given, forward, backward):
+    waits = made(shard=1, tensor=8, compiled=True, ac=FullCheckpointing(), **given)
+    overlapped = dataclasses.replace(waits, parallelism=dataclasses.replace(waits.parallelism, async_tensor=True))
+    # Products take longer than collectives.
+    machine = dataclasses.replace(only_products(waits), link_bytes_per_second=1e12)
+    shown, whole = (model_time(recipe, machine).kinds[0] for recipe in (overlapped, waits))
+    each = whole.tensor_forward / 4
+    assert shown.tensor_forward == pytest.approx((4 - forward) * each)
+    # The recomputation repeats what the forward pass does, without the last sum.
+    again = whole.tensor_backward - whole.tensor_forward
+    hidden = forward - (0 if "model" in given and given["model"] is MIXTURE else 1)
+    assert again == pytest.approx(3 * each)
+    assert shown.tensor_backward == pytest.approx((4 - backward + 3 - hidden) * each)
+
+
 def test_float8_gathers_send_half():
     parts = {}
     for gathers in (True, False):
@@ -187,9 +217,9 @@ def test_products_of_gradients_copy_and_scale_in_kernels_of_their_own():
         work = float8_work(**changes)
         return work.inputs[-1].moved, work.weights[-1].moved
 
-    work = float8_work(fused=True)
-    # The product, and the casts of both operands of the input's gradient.
-    assert (len(work.inputs), len(work.weights)) == (2, 1)
+    # One scale for a tensor, compiled: a product and its casts are all kernels.
+    alone = float8_work(fused=True)
+    assert (len(alone.inputs), len(alone.weights)) == (2, 1)
     # Copies into the other order of memory: of the weight, and of both operands of its gradient.
     assert moved(fused=False) == (TRANSPOSED * weight, TRANSPOSED * (inputs + gradients))
     # Scales by row: the results of both products are read and written.

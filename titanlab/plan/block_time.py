@@ -37,8 +37,9 @@ from titanlab.techniques.precision.contract import ProductFormat
 
 # Side of a tile of the output that a product's kernels compute at once; a partial tile takes as long as a full one.
 _TILE = 128
-# Separate kernels move so many bytes in the time in which torch copies one element of a byte into the other order of
-# memory: 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), at the fitted share of 3.35 TB/s.
+# Bytes that separate kernels move in the time in which torch copies one element of one byte into the other order of
+# memory (rows or columns first): 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), at the fitted share
+# of 3.35 TB/s.
 TRANSPOSED = 18
 # Bytes for each result of a product that a kernel scales: read 2 and write 2; outside compiled code the product of the
 # scales is written and read too, in float32.
@@ -267,13 +268,10 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
             of_weight += (rows * columns + rows * inner) * TRANSPOSED
         if part.chunks > 1:
             of_weight += part.chunks * inner * columns * _ADDED
-        others = (
-            KernelGroup(0.0, "", of_inputs, 1, part.fused),
-            KernelGroup(0.0, "", of_weight, 2 * part.chunks, part.fused),
-        )
-        for own, other in zip(kernels[1:], others, strict=True):
-            if other.moved > 0:
-                own.append(other)
+        if of_inputs:
+            kernels[1].append(KernelGroup(0.0, "", of_inputs, 1, part.fused))
+        if of_weight:
+            kernels[2].append(KernelGroup(0.0, "", of_weight, 2 * part.chunks, part.fused))
     return kernels[0], kernels[1], kernels[2]
 
 
@@ -370,6 +368,20 @@ def total(times: ModelTime, kind_of: Sequence[int], edges: Iterable[str]) -> Pie
     return added_times(parts)
 
 
+class AsyncProducts(NamedTuple):
+    """Seconds of the products of a block with which torch fuses a collective: AsyncTP.
+
+    Attributes:
+        gathers, sums: forward, those that read what a collective gathers, and those whose results a collective sums.
+        gradient_gathers: backward, those that read a gathered gradient. The sums there are not fused: the gradient of
+            what several products read is a sum of their results.
+    """
+
+    gathers: Sequence[float]
+    sums: Sequence[float]
+    gradient_gathers: Sequence[float]
+
+
 class _Shaped:
     """The times of one shape, without and with checkpointing."""
 
@@ -407,15 +419,6 @@ class _Shaped:
         }
         attention = [time for time in self.times if time.kind == "attention"]
         self.ring = sum(time.forward for time in attention), sum(time.inputs for time in attention)
-        # AsyncTP's products, forward and backward: each reads what a collective gathers, or its result is summed.
-        beside: dict[str, tuple[float, float]] = {}
-        for operation, time in zip(self.operations, self.times, strict=True):
-            style = self.part.plan.style_of(f"{self.part.prefix}{operation.layer or operation.name}")
-            if style in ("colwise", "rowwise"):
-                source = operation.keeps[0].name if style == "colwise" else operation.name
-                ahead, back = beside.get(source, (0.0, 0.0))
-                beside[source] = ahead + time.forward, back + time.inputs
-        self.beside = list(beside.values())
         self.context, block = self._context(), (self.facts.block,)
         self.exchange = self._seconds(add_exchange, "expert", self.step, block, only_forward=True)
         self.exchange *= self.part.imbalance
@@ -456,11 +459,6 @@ class _Shaped:
         if any(time.kind == "attention" for time in again):
             context_backward += context_forward
         tensor_forward, tensor_backward = self._tensor(number, ac)
-        if self.recipe.parallelism.async_tensor and self.beside:
-            products, gradients = zip(*self.beside, strict=True)
-            computed_again = tensor_backward - tensor_forward
-            tensor_backward = self._beside(gradients, tensor_forward) + self._beside(products, computed_again)
-            tensor_forward = self._beside(products, tensor_forward)
         # The rows of experts are needed at once, so no computation hides their transfer.
         tensor_forward += self.exchange
         tensor_backward += self.exchange * (2 if ac.repeats_collective(EXCHANGE, number=number) else 1)
@@ -472,10 +470,27 @@ class _Shaped:
             *(ahead, back),
         )
 
-    def _beside(self, products: Sequence[float], communication: float) -> float:
-        """Exposed time of AsyncTP's collectives: each runs together with the product before or after it."""
-        each = communication / len(products)
-        return sum(exposed(product, each, self.machine) for product in products)
+    @functools.cached_property
+    def async_products(self) -> AsyncProducts:
+        """The products with which torch fuses a collective, as `tests/compile/test_async_tensor.py` counts them."""
+        reading: dict[str, list[OperationWork[float]]] = {}
+        sums, cast = list[OperationWork[float]](), set[str]()
+        for operation, time in zip(self.operations, self.times, strict=True):
+            path = f"{self.part.prefix}{operation.layer or operation.name}"
+            style = self.part.plan.style_of(path)
+            if path in self.part.products and not self.part.casts_part:
+                # It is cast between its gather and its product, which then are not fused.
+                cast.add(operation.name)
+            if style == "colwise":
+                reading.setdefault(operation.keeps[0].name, []).append(time)
+            elif style == "rowwise":
+                sums.append(time)
+        groups = [group for group in reading.values() if cast.isdisjoint(time.name for time in group)]
+        return AsyncProducts(
+            gathers=[sum(time.forward for time in group) for group in groups],
+            sums=[time.forward for time in sums],
+            gradient_gathers=[time.inputs for time in sums if time.name not in cast],
+        )
 
     def _host(self, recomputed: frozenset[str]) -> tuple[float, float]:
         """Time of the host for the forward and the backward pass of a block.
@@ -527,12 +542,23 @@ class _Shaped:
         # The last product is not computed again, so its sum is not either; a block ends with a sum.
         repeated_sums = max(0, sums - int(self.layout.expert == 1))
         repeats_gathers, repeats_sums = repeats_in_block(self.recipe, ac, number)
-        if self.recipe.parallelism.sequence_parallel:
-            again = gathers * repeats_gathers * self.tensor.get("all_gather", 0.0)
-            again += repeated_sums * repeats_sums * self.tensor.get(self.step.scatter, 0.0)
-        else:
-            again = repeated_sums * repeats_sums * self.tensor.get("all_reduce", 0.0)
-        return half, half + again / (gathers + sums)
+        each = {kind: seconds / (gathers + sums) for kind, seconds in self.tensor.items()}
+        gather, total = each.get("all_gather", 0.0), each.get(self.step.scatter, 0.0)
+        if not self.recipe.parallelism.sequence_parallel:
+            return half, half + repeated_sums * repeats_sums * each["all_reduce"]
+        if not self.recipe.parallelism.async_tensor:
+            return half, half + gathers * repeats_gathers * gather + repeated_sums * repeats_sums * total
+        products = self.async_products
+        forward = self._beside(products.gathers, gathers, gather), self._beside(products.sums, sums, total)
+        backward = self._beside(products.gradient_gathers, sums, gather) + gathers * total
+        backward += repeats_gathers * forward[0]
+        backward += repeats_sums * self._beside(products.sums[:repeated_sums], repeated_sums, total)
+        return sum(forward), backward
+
+    def _beside(self, products: Sequence[float], count: int, each: float) -> float:
+        """Exposed time of collectives, of which each runs together with one of the products while there are some."""
+        hidden = sum(exposed(product, each, self.machine) for product in products)
+        return hidden + max(0, count - len(products)) * each
 
     def _context(self) -> tuple[float, float]:
         """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is never hidden; and
@@ -580,7 +606,7 @@ def model_time(recipe: Recipe, machine: Machine) -> ModelTime:
     config = recipe.parallelism
     key = (
         *(recipe.model, recipe.precision, recipe.compile, recipe.microbatch, recipe.training.seq_len),
-        *(_inside(recipe.layout), recipe.cluster.accelerator, recipe.loss_chunk),
+        *(_inside(recipe.layout), recipe.cluster.accelerator, recipe.cluster.device, recipe.loss_chunk),
         *(config.sequence_parallel, config.loss_parallel, config.async_tensor, config.context_method),
     )
     return _model_time(_shaped(Seen(key, recipe), machine), recipe.ac)

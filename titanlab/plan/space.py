@@ -150,6 +150,7 @@ class LayoutSpace:
         self._context_broken = functools.cache(self._context_rule)
         self._expert_broken = functools.cache(self._expert_rule)
         self._tensor_broken = functools.cache(self._tensor_rule)
+        self._degree_broken = functools.cache(self._degree_rule)
         self._legal = functools.cache(self._legal_schedules)
         self._parallelism = functools.cache(self._with_degrees)
         self._reducing_last = functools.cache(
@@ -160,13 +161,11 @@ class LayoutSpace:
     def layouts(self) -> list[Layout]:
         """All layouts that the rules allow, without those that are never fast if others are allowed."""
         found: dict[str, list[Layout]] = {reason: [] for reason in ("", UNEVEN_NODES, SHORT_CHUNKS, BEYOND_NODE)}
-        batch = self.recipe.training.global_batch
         self.dropped.clear()
         for layouts in _without_experts(self.world):
             first = layouts[0]
             # A large world has hundreds of thousands of layouts: one look for those with the same rule.
-            alike = batch % first.data > 0 or (first.tensor == 1 and self._account.experts is None)
-            if alike and (rule := self.broken(first)):
+            if self._are_alike(first) and (rule := self.broken(first)):
                 self.dropped[rule] += sum(1 + len(self._expert_degrees(layout)) for layout in layouts)
                 continue
             for layout in self._with_experts(layouts):
@@ -177,6 +176,12 @@ class LayoutSpace:
         chosen = next((reason for reason, layouts in found.items() if layouts), "")
         self.dropped.update({reason: len(layouts) for reason, layouts in found.items() if layouts and reason != chosen})
         return found[chosen]
+
+    def _are_alike(self, layout: Layout) -> bool:
+        """Whether all layouts that differ only in `replicate`, `shard` and `expert` break the same rule, or none."""
+        if self.recipe.training.global_batch % layout.data or self._context_broken(layout.context):
+            return True
+        return self._account.experts is None and (layout.tensor == 1 or bool(self._degree_broken(layout.tensor)))
 
     def _never_fast(self, layout: Layout) -> str:
         """Why another layout of the space is at least as fast; empty: none is known to be."""
@@ -199,6 +204,7 @@ class LayoutSpace:
             if not self._context_broken(context)
             for left in [self.world // data // context]
             for tensor in divisors(left)
+            if self._account.experts is not None or not self._degree_broken(tensor)
             for replicate in divisors(data)
         )
         return not all(map(self.broken, self._with_experts(possible)))
@@ -275,12 +281,7 @@ class LayoutSpace:
         batch = self.recipe.training.global_batch
         if batch % layout.data:
             return f"training.global_batch={batch} is not a multiple of the data-parallel processes"
-        within = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
-        rule: str = (
-            self._context_broken(layout.context)
-            or self._expert_broken(within)
-            or self._tensor_broken(within, 1, sequence_parallel=False)
-        )
+        rule = self._context_broken(layout.context) or self._within_broken(layout)
         if rule or layout.pipeline == 1:
             return rule
         for microbatch in divisors(batch // layout.data):
@@ -288,6 +289,17 @@ class LayoutSpace:
             if legal:
                 return ""
         return rule
+
+    def _within_broken(self, layout: Layout) -> str:
+        """The rule of tensor and expert parallelism that a layout breaks, with FSDP2's shards of what they cut."""
+        if layout.expert == 1 and (rule := self._degree_broken(layout.tensor)):
+            return rule
+        within = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
+        return self._expert_broken(within) or self._tensor_broken(within, 1, sequence_parallel=False)
+
+    def _degree_rule(self, tensor: int) -> str:
+        """The rule that a degree of tensor parallelism breaks with any shards, without expert parallelism."""
+        return self._tensor_broken(Layout(tensor=tensor), 1, sequence_parallel=False)
 
     def _context_rule(self, context: int) -> str:
         recipe, layout = self.recipe, Layout(context=context)
@@ -304,6 +316,9 @@ class LayoutSpace:
 
     def _legal_schedules(self, pipeline: int, microbatches: int) -> tuple[Sequence[Choice], str]:
         """The schedules that a pipeline can run, and the rule that the last of the others breaks."""
+        if pipeline > self._account.layers and microbatches > 1:
+            # More ranks than blocks: no number of microbatches changes that.
+            return self._legal(pipeline, 1)
         legal, last, config, layout = [], "", self.recipe.parallelism, Layout(pipeline=pipeline)
         for choice in self.choices.schedules:
             given = (layout, config, self._account, choice.value)

@@ -167,7 +167,7 @@ def _add_data_parallel(
         return
     # Each unit counts once, and the pipeline is the outermost axis: its degree changes nothing.
     degrees = (layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert)
-    seen = Seen((recipe.model, recipe.precision, *degrees), recipe)
+    seen = Seen((recipe.model, recipe.precision, recipe.cluster.accelerator, *degrees), recipe)
     block, edges = _sharding(seen, machine, (facts.block,)), _sharding(seen, machine, stage.edges)
     ahead, back = stage.own.ahead / max(1, blocks), stage.own.back / max(1, blocks)
     freed, kept = freed_and_kept(blocks, reshards=recipe.parallelism.frees_after_forward)
