@@ -205,10 +205,12 @@ class StackStep:
     """A recipe of a stack against the ranked one before it.
 
     Attributes:
-        gain_percent: how many percent better it is; negative if it is worse.
+        gain_percent: how many percent better it is (for memory: less); negative if it is worse.
         interval_percent: of 95 %, valid for all steps together; None if the noise is unknown.
+        by: what the recipes are ranked by.
     """
 
+    by: str
     entry: RankedRecipe
     before: RankedRecipe
     gain_percent: float
@@ -228,10 +230,12 @@ class StackStep:
 
     @property
     def gain_text(self) -> str:
-        """`+12.3% (95% interval 10.1% to 14.6%)`."""
-        text = f"{'+' if self.gain_percent >= 0 else ''}{percent(self.gain_percent)}"
+        """`+12.3% (95% interval 10.1% to 14.6%)`: how the figure changes, so that more memory is `+` too."""
+        sign = -1 if self.by == "memory" else 1
+        text = f"{'+' if sign * self.gain_percent >= 0 else ''}{percent(sign * self.gain_percent)}"
         if self.interval_percent is not None:
-            text += " (95% interval {} to {})".format(*map(percent, self.interval_percent))
+            ends = sorted(sign * end for end in self.interval_percent)
+            text += " (95% interval {} to {})".format(*map(percent, ends))
         return text + (", within noise" if self.is_within_noise else "")
 
     def to_mapping(self) -> dict[str, Any]:
@@ -366,7 +370,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     steps = []
     for before, entry in itertools.pairwise(stacked):
         gain, band, _ = lead(entry, before, comparisons)
-        steps.append(StackStep(entry=entry, before=before, gain_percent=gain or 0.0, interval_percent=band))
+        steps.append(StackStep(by=by, entry=entry, before=before, gain_percent=gain or 0.0, interval_percent=band))
     return SweepRanking(
         by=by,
         max_memory_gib=max_memory_gib,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 
 import pytest
 
@@ -398,6 +399,20 @@ def test_a_step_within_noise_is_no_loss_and_a_failed_one_is_passed_over():
         each["outcome"] = "oom"
     (step,) = rank(rows).steps
     assert (step.before.label, step.entry.label) == ("step0", "step2")
+
+
+def test_a_step_that_needs_more_memory_has_a_plus_and_is_worse():
+    rows = [
+        row(f"step{number}", 1000.0 + repeat, stack_step=number, memory_gib=memory * (1 + repeat / 100))
+        for number, memory in enumerate((10.0, 12.0, 6.0))
+        for repeat in range(3)
+    ]
+    ranking = rank(rows, by="memory")
+    assert [step.gain_text.partition("% (")[0] for step in ranking.steps] == ["+20.0", "-50.0"]
+    low, high = re.findall(r"[-\d.]+%", ranking.steps[0].gain_text)[-2:]
+    assert 15.0 < float(low.rstrip("%")) < 20.0 < float(high.rstrip("%")) < 25.0
+    assert "; worse than the step before: step1 +20.0% (95% interval " in sentence_of(ranking)
+    assert [step.is_worse for step in ranking.steps] == [True, False]
 
 
 def test_the_steps_have_no_wrong_loss_in_nineteen_of_twenty_equal_stacks():
