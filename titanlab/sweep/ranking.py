@@ -523,10 +523,11 @@ def notes_of(ranking: SweepRanking) -> list[str]:
         control = ranking.control
         line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
         if ranking.first is not None and ranking.control_gap_percent is not None:
-            gap = f"{percent(ranking.control_gap_percent)} {'less' if by == 'memory' else 'more'}"
-            line += f"; {ranking.first.label} {'needs' if by == 'memory' else 'does'} {gap}"
-            if ranking.control_interval_percent is not None:
-                low, high = ranking.control_interval_percent
+            gap, interval = ranking.control_gap_percent, ranking.control_interval_percent
+            word = "less" if (by == "memory") == (gap >= 0) else "more"
+            line += f"; {ranking.first.label} {'needs' if by == 'memory' else 'does'} {percent(abs(gap))} {word}"
+            if interval is not None:
+                low, high = interval if gap >= 0 else (-interval[1], -interval[0])
                 end = "within noise" if low <= 0 <= high else "more than noise"
                 line += f" (95% interval {percent(low)} to {percent(high)}), {end}"
         notes.append(f"{line}.")

@@ -255,6 +255,8 @@ def test_what_is_compared_unfairly_is_noted():
     [
         ([row()], "tps", "Control: single, 900 tokens/s per device (1 run); dp_s2 does 11.1% more."),
         ([row(memory_gib=0.5)], "memory", "Control: single, 1.00 GiB (1 run); dp_s2 needs 50.0% less."),
+        ([row(tokens_per_second=720.0)], "tps", "Control: single, 900 tokens/s per device (1 run); dp_s2 does 20.0% less."),
+        ([row(memory_gib=1.5)], "memory", "Control: single, 1.00 GiB (1 run); dp_s2 needs 50.0% more."),
         ([], "tps", "Control: single, 900 tokens/s per device (1 run)."),
         (repeated("dp_s2", 1000.0, 1000.0), "tps",
          ("Control: single, 900 tokens/s per device (1 run); dp_s2 does 11.1% more (95% interval 11.1% to 11.1%), "
