@@ -263,6 +263,7 @@ class SweepRanking:
             done.
         control_gap_percent, control_interval_percent: the same for the first against the control, as a single
             comparison.
+        control_left_out: why the control has no figure; None: it has one, or the sweep has no control.
         drift: of the control during the sweep; None unless two of its runs are done.
         steps: the ranked recipes of a stack but the first, in the stack's order; empty: the sweep is not a stack.
     """
@@ -281,6 +282,7 @@ class SweepRanking:
     control_gap_percent: float | None
     control_interval_percent: tuple[float, float] | None
     drift: Drift | None
+    control_left_out: str | None = None
     steps: tuple[StackStep, ...] = ()
 
     @property
@@ -386,6 +388,9 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         control_gap_percent=control_gap,
         control_interval_percent=control_interval,
         drift=drift,
+        control_left_out=None
+        if control
+        else next((each.left_out for each in everything if each.group.is_control), None),
         steps=tuple(steps),
     )
 
@@ -531,6 +536,8 @@ def notes_of(ranking: SweepRanking) -> list[str]:
                 end = "within noise" if low <= 0 <= high else "more than noise"
                 line += f" (95% interval {percent(low)} to {percent(high)}), {end}"
         notes.append(f"{line}.")
+    elif ranking.control_left_out is not None:
+        notes.append(f"Control: {ranking.control_left_out}. So nothing is known of a drift of the machine.")
     if ranking.drift is not None:
         notes.append(drift_line(ranking.drift, ranking.by))
     worlds = {entry.group.world for entry in ranking.ranked}

@@ -271,6 +271,20 @@ def test_the_control_is_told_with_what_the_first_one_gains(rows, by, line):
     assert [note for note in notes_of(rank([*rows, control], by=by)) if note.startswith("Control")] == [line]
 
 
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"outcome": "oom"}, "no run is done: 1 oom"),
+        ({"emulated": True}, "emulated: its products are in 32 bits on this device, so that its speed says nothing"),
+    ],
+)
+def test_a_control_without_a_figure_is_told(given, reason):
+    rows = [*repeated("dp_s2", 1000.0, 1010.0), row("single", 900.0, control=True, world=1, **given)]
+    ranking = rank(rows)
+    assert (ranking.control, ranking.control_left_out) == (None, reason)
+    assert f"Control: {reason}. So nothing is known of a drift of the machine." in notes_of(ranking)
+
+
 def test_recipes_are_not_ranked_by_an_mfu_whose_peak_each_run_measured():
     """51.0 % stood for 3,398 tokens/s and 54.0 % for 2,732: each run had measured another peak."""
     own = "6N FLOPs a token, over {} TFLOP/s (512³ matmul measured on this CPU)"
