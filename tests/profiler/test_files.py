@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from tests import tiny
-from titanlab.distributed import World
+from titanlab.distributed import Watchdog, World
 from titanlab.records import OutcomeKind
 from titanlab.techniques.profiler.contract import Links, NoProfiler
 from titanlab.techniques.profiler.memory import MemoryProfiler
@@ -90,6 +91,24 @@ def test_a_rank_that_does_not_log_writes_the_line_into_its_own_log(tmp_path, mon
         profiler.links.failed("the trace", ValueError("first\nsecond"))
     line = "warning: the trace is not written: ValueError: first; training goes on\n"
     assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("made", [Trace(skip=2, steps=2), Breakdown(skip=2, steps=2)], ids=lambda made: made.kind)
+def test_reading_and_writing_a_window_is_a_pause_and_no_part_of_a_step_that_may_hang(made, tmp_path, monkeypatch):
+    recipe = tiny.recipe(tmp_path, steps=5, saves="off", profiler=made)
+    dog = Watchdog(step_seconds=30.0, first_seconds=3600.0, note=pytest.fail)
+    seen, exported = [], profile.export_chrome_trace
+
+    def export(running, path):
+        seen.append((dog._phase.where, dog._phase.limit))
+        exported(running, path)
+
+    monkeypatch.setattr(profile, "export_chrome_trace", export)
+    try:
+        train.train(recipe, tiny.begin(recipe), tiny.ALONE, watchdog=dog)
+    finally:
+        dog.close()
+    assert seen == [("the profiler after step 4", 3600.0)]
 
 
 def one_rank_fails(made, run):

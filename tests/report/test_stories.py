@@ -89,6 +89,21 @@ def test_scaling_is_efficiency_against_the_fewest_devices():
     assert scaling_series(facts_of(*rows)) == {}
 
 
+def test_two_recipes_that_scale_alike_are_two_lines():
+    rows = [{**row, "precision": "bf16"} for row in scaling(weak=True)]
+    rows += [
+        {**row, "run": f"f8{row['run']}", "precision": "float8", "tokens_per_second": 2000.0 * row["world"] ** -0.1}
+        for row in rows
+    ]
+    facts = facts_of(*rows)
+    assert sorted(scaling_series(facts)) == [f"weak, 16 sequences on 8, {kind}" for kind in ("bf16", "float8")]
+    assert sorted(scaling_texts(facts)) == [
+        "weak, 16 sequences on 8, bf16: 90% on 32, of 8",
+        "weak, 16 sequences on 8, float8: 87% on 32, of 8",
+    ]
+    assert len(texts(stories(*rows)["scaling"].tables[0])) == 6
+
+
 def test_growing_sequences_are_speed_and_memory_by_length():
     section = stories(*lengths())["context"]
     assert [row[1:] for row in texts(section.tables[0])] == [

@@ -56,23 +56,25 @@ def scaling_series(facts: Facts) -> dict[str, list[dict[str, Any]]]:
     for weak, kind in ((True, "weak"), (False, "strong")):
         for family in scaling_families(compared, weak=weak):
             if len({row["world"] for row in family if row["group"].has_speed}) > 1:
-                name = (
-                    f"{kind}, {grouped(family[0]['group'].rows[0]['global_batch'])} sequences on {family[0]['world']}"
-                )
+                first = family[0]["group"]
+                # What is the same for all sizes; without it, two families could have one name.
+                shared = [text for text in _words(first) if all(text in _words(row["group"]) for row in family)]
+                batch = f"{grouped(first.rows[0]['global_batch'])} sequences on {first.world}"
+                name = ", ".join([kind, batch, *shared])
                 series[name] = family
     return series
 
 
 def scaling_texts(facts: Facts) -> list[str]:
     """The efficiency of the most devices in each series: `weak: 91% on 512, of 8`."""
+    series = scaling_series(facts)
+    kinds = [name.partition(",")[0] for name in series]
     texts = []
-    for name, family in scaling_series(facts).items():
-        last = max(
-            (row for row in family if row["group"].has_speed), key=lambda row: (row["world"], row["tokens_per_second"])
-        )
-        texts.append(
-            f"{name.partition(',')[0]}: {last['efficiency_percent']:.0f}% on {last['world']}, of {family[0]['world']}"
-        )
+    for name, kind, family in zip(series, kinds, series.values(), strict=True):
+        sound = [row for row in family if row["group"].has_speed]
+        last = max(sound, key=lambda row: (row["world"], row["tokens_per_second"]))
+        efficiency = f"{last['efficiency_percent']:.0f}% on {last['world']}, of {family[0]['world']}"
+        texts.append(f"{kind if kinds.count(kind) == 1 else name}: {efficiency}")
     return texts
 
 
@@ -204,11 +206,13 @@ def _context(facts: Facts) -> list[Section]:
 
 
 def _family(group: RecipeRuns) -> str:
+    return ", ".join([f"{group.world} devices", *_words(group)])
+
+
+def _words(group: RecipeRuns) -> list[str]:
     """What tells the recipe from others, besides its length, its batch and its layout."""
-    own = {
-        name: value
+    return [
+        str(value)
         for name, value in group.differing.items()
         if value is not None and (name == _METHOD or not (name in _FOLLOWING or name.startswith(_KEYS_FOLLOWING)))
-    }
-    words = [f"{group.world} devices", *map(str, own.values())]
-    return ", ".join(words)
+    ]

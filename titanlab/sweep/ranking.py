@@ -205,10 +205,12 @@ class StackStep:
     """A recipe of a stack against the ranked one before it.
 
     Attributes:
-        gain_percent: how many percent better it is; negative if it is worse.
+        gain_percent: how many percent better it is (for memory: less); negative if it is worse.
         interval_percent: of 95 %, valid for all steps together; None if the noise is unknown.
+        by: what the recipes are ranked by.
     """
 
+    by: str
     entry: RankedRecipe
     before: RankedRecipe
     gain_percent: float
@@ -228,10 +230,12 @@ class StackStep:
 
     @property
     def gain_text(self) -> str:
-        """`+12.3% (95% interval 10.1% to 14.6%)`."""
-        text = f"{'+' if self.gain_percent >= 0 else ''}{percent(self.gain_percent)}"
+        """`+12.3% (95% interval 10.1% to 14.6%)`: how the figure changes, so that more memory is `+` too."""
+        sign = -1 if self.by == "memory" else 1
+        text = f"{'+' if sign * self.gain_percent >= 0 else ''}{percent(sign * self.gain_percent)}"
         if self.interval_percent is not None:
-            text += " (95% interval {} to {})".format(*map(percent, self.interval_percent))
+            ends = sorted(sign * end for end in self.interval_percent)
+            text += " (95% interval {} to {})".format(*map(percent, ends))
         return text + (", within noise" if self.is_within_noise else "")
 
     def to_mapping(self) -> dict[str, Any]:
@@ -259,6 +263,7 @@ class SweepRanking:
             done.
         control_gap_percent, control_interval_percent: the same for the first against the control, as a single
             comparison.
+        control_left_out: why the control has no figure; None: it has one, or the sweep has no control.
         drift: of the control during the sweep; None unless two of its runs are done.
         steps: the ranked recipes of a stack but the first, in the stack's order; empty: the sweep is not a stack.
     """
@@ -277,6 +282,7 @@ class SweepRanking:
     control_gap_percent: float | None
     control_interval_percent: tuple[float, float] | None
     drift: Drift | None
+    control_left_out: str | None = None
     steps: tuple[StackStep, ...] = ()
 
     @property
@@ -366,7 +372,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     steps = []
     for before, entry in itertools.pairwise(stacked):
         gain, band, _ = lead(entry, before, comparisons)
-        steps.append(StackStep(entry=entry, before=before, gain_percent=gain or 0.0, interval_percent=band))
+        steps.append(StackStep(by=by, entry=entry, before=before, gain_percent=gain or 0.0, interval_percent=band))
     return SweepRanking(
         by=by,
         max_memory_gib=max_memory_gib,
@@ -382,6 +388,9 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         control_gap_percent=control_gap,
         control_interval_percent=control_interval,
         drift=drift,
+        control_left_out=None
+        if control
+        else next((each.left_out for each in everything if each.group.is_control), None),
         steps=tuple(steps),
     )
 
@@ -519,13 +528,16 @@ def notes_of(ranking: SweepRanking) -> list[str]:
         control = ranking.control
         line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
         if ranking.first is not None and ranking.control_gap_percent is not None:
-            gap = f"{percent(ranking.control_gap_percent)} {'less' if by == 'memory' else 'more'}"
-            line += f"; {ranking.first.label} {'needs' if by == 'memory' else 'does'} {gap}"
-            if ranking.control_interval_percent is not None:
-                low, high = ranking.control_interval_percent
+            gap, interval = ranking.control_gap_percent, ranking.control_interval_percent
+            word = "less" if (by == "memory") == (gap >= 0) else "more"
+            line += f"; {ranking.first.label} {'needs' if by == 'memory' else 'does'} {percent(abs(gap))} {word}"
+            if interval is not None:
+                low, high = interval if gap >= 0 else (-interval[1], -interval[0])
                 end = "within noise" if low <= 0 <= high else "more than noise"
                 line += f" (95% interval {percent(low)} to {percent(high)}), {end}"
         notes.append(f"{line}.")
+    elif ranking.control_left_out is not None:
+        notes.append(f"Control: {ranking.control_left_out}. So nothing is known of a drift of the machine.")
     if ranking.drift is not None:
         notes.append(drift_line(ranking.drift, ranking.by))
     worlds = {entry.group.world for entry in ranking.ranked}

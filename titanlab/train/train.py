@@ -276,7 +276,9 @@ def train(
             if step % recipe.training.gc_every == 0:
                 gc.collect(1)
             rank_times.after_step(step, last=step == recipe.training.steps)
-            profiler.after_step(step)
+            # To read or write what a window has recorded may take longer than a step.
+            with watchdog.pausing("the profiler", step):
+                profiler.after_step(step)
 
             # Totals are read without waiting for the device: at once on CPU, a step later on a GPU. Before a
             # checkpoint or a validation, all of them are read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 
 import pytest
 
@@ -254,6 +255,8 @@ def test_what_is_compared_unfairly_is_noted():
     [
         ([row()], "tps", "Control: single, 900 tokens/s per device (1 run); dp_s2 does 11.1% more."),
         ([row(memory_gib=0.5)], "memory", "Control: single, 1.00 GiB (1 run); dp_s2 needs 50.0% less."),
+        ([row(tokens_per_second=720.0)], "tps", "Control: single, 900 tokens/s per device (1 run); dp_s2 does 20.0% less."),
+        ([row(memory_gib=1.5)], "memory", "Control: single, 1.00 GiB (1 run); dp_s2 needs 50.0% more."),
         ([], "tps", "Control: single, 900 tokens/s per device (1 run)."),
         (repeated("dp_s2", 1000.0, 1000.0), "tps",
          ("Control: single, 900 tokens/s per device (1 run); dp_s2 does 11.1% more (95% interval 11.1% to 11.1%), "
@@ -266,6 +269,20 @@ def test_what_is_compared_unfairly_is_noted():
 def test_the_control_is_told_with_what_the_first_one_gains(rows, by, line):
     control = row("single", 900.0, control=True, world=1)
     assert [note for note in notes_of(rank([*rows, control], by=by)) if note.startswith("Control")] == [line]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"outcome": "oom"}, "no run is done: 1 oom"),
+        ({"emulated": True}, "emulated: its products are in 32 bits on this device, so that its speed says nothing"),
+    ],
+)
+def test_a_control_without_a_figure_is_told(given, reason):
+    rows = [*repeated("dp_s2", 1000.0, 1010.0), row("single", 900.0, control=True, world=1, **given)]
+    ranking = rank(rows)
+    assert (ranking.control, ranking.control_left_out) == (None, reason)
+    assert f"Control: {reason}. So nothing is known of a drift of the machine." in notes_of(ranking)
 
 
 def test_recipes_are_not_ranked_by_an_mfu_whose_peak_each_run_measured():
@@ -398,6 +415,20 @@ def test_a_step_within_noise_is_no_loss_and_a_failed_one_is_passed_over():
         each["outcome"] = "oom"
     (step,) = rank(rows).steps
     assert (step.before.label, step.entry.label) == ("step0", "step2")
+
+
+def test_a_step_that_needs_more_memory_has_a_plus_and_is_worse():
+    rows = [
+        row(f"step{number}", 1000.0 + repeat, stack_step=number, memory_gib=memory * (1 + repeat / 100))
+        for number, memory in enumerate((10.0, 12.0, 6.0))
+        for repeat in range(3)
+    ]
+    ranking = rank(rows, by="memory")
+    assert [step.gain_text.partition("% (")[0] for step in ranking.steps] == ["+20.0", "-50.0"]
+    low, high = re.findall(r"[-\d.]+%", ranking.steps[0].gain_text)[-2:]
+    assert 15.0 < float(low.rstrip("%")) < 20.0 < float(high.rstrip("%")) < 25.0
+    assert "; worse than the step before: step1 +20.0% (95% interval " in sentence_of(ranking)
+    assert [step.is_worse for step in ranking.steps] == [True, False]
 
 
 def test_the_steps_have_no_wrong_loss_in_nineteen_of_twenty_equal_stacks():
