@@ -323,7 +323,12 @@ def test_damaged_measurements(row, complaint):
 
 @pytest.mark.parametrize(
     ("rates", "complaint"),
-    [({"flash": 1.0}, "flash=1.0: is not a kernel and a direction"), ({"flash forward": 0.0}, "must be a positive")],
+    [
+        ({"flash": 1.0}, "flash=1.0: is not a kernel and a direction"),
+        ({"flsh forward": 1.0}, "flsh forward=1.0: is not a kernel and a direction; .*flash, cudnn, efficient, flash3"),
+        ({"flash forward": 0.0}, "must be a positive"),
+        ({"flash forward": math.inf}, "must be a positive"),
+    ],
 )
 def test_a_rate_of_attention_is_positive_and_names_its_kernel_and_direction(rates, complaint):
     with pytest.raises(ConfigError, match=complaint):

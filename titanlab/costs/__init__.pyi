@@ -36,6 +36,7 @@ from .account import style_of as style_of
 from .account import tensor_part as tensor_part
 from .account import training_flops_per_token as training_flops_per_token
 from .attention_order import FLASH3 as FLASH3
+from .attention_order import FUSED as FUSED
 from .attention_order import Capability as Capability
 from .attention_order import attention_rates as attention_rates
 from .attention_order import kernel_rules as kernel_rules

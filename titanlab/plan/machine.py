@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlab.costs import AXES, FSDP_AXES, Capability, Layout, attention_rates, hardware, order
+from titanlab.costs import AXES, FLASH3, FSDP_AXES, FUSED, Capability, Layout, attention_rates, hardware, order
 from titanlab.errors import ConfigError
 from titanlab.recipe import Cluster, Recipe
 
@@ -322,11 +322,14 @@ def machine_of(recipe: Recipe) -> Machine:
 
 def _measured_attention(cluster: Cluster) -> dict[str, float]:
     """FLOP/s by kernel and direction."""
+    kernels = (*FUSED, FLASH3)
+    known = {f"{kernel} {direction}" for kernel in kernels for direction in (FORWARD, BACKWARD)}
     for name, rate in cluster.attention_tflops.items():
         key = f"cluster.attention_tflops.{name}"
-        if name.rpartition(" ")[2] not in (FORWARD, BACKWARD):
-            raise ConfigError(key, rate, "is not a kernel and a direction", "try 'flash forward'")
-        if not rate > 0:
+        if name not in known:
+            cure = f"try 'flash {FORWARD}'; there are {', '.join(kernels)}"
+            raise ConfigError(key, rate, "is not a kernel and a direction", cure)
+        if not 0 < rate < math.inf:
             raise ConfigError(key, rate, "must be a positive number", "try 300")
     return {name: rate * 1e12 for name, rate in cluster.attention_tflops.items()}
 
