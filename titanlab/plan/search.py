@@ -227,8 +227,9 @@ def not_priced(recipe: Recipe) -> list[str]:
         config = getattr(recipe, group.name)
         schema: type = type(config)
         for field, declared in declared_fields(schema) if dataclasses.is_dataclass(schema) else ():
-            value, unknown = getattr(config, field.name), declared.get("not_priced", ())
-            if value != field.default if unknown is True else value in unknown:
+            value, values = getattr(config, field.name), declared.get("not_priced", ())
+            is_unknown = value != field.default if values is True else value in values
+            if is_unknown:
                 shown = f"{group.name}.{field.name}={str(value).lower()}"
                 lines.append(f"{shown}: its effect on the time of a step is not known")
     return lines

@@ -28,7 +28,7 @@ def _stack(facts: Facts) -> list[Section]:
     if not steps:
         return []
     # Beside a bar there is room for the numbers only.
-    gains = {id(step.entry.group): step.gain_text.partition(", ")[0].replace("95% interval ", "") for step in steps}
+    gains = {step.entry.label: step.gain_text.partition(", ")[0].replace("95% interval ", "") for step in steps}
     shown = [steps[0].before.group, *(step.entry.group for step in steps)]
     rows = [[shown[0].label, _whole(shown[0].typical("tokens_per_second")), "", ""]]
     rows += [[step.entry.label, _whole(step.entry.centre), step.before.label, step.gain_text] for step in steps]

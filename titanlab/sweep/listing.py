@@ -383,14 +383,13 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
         members_of.setdefault(key, []).append(row)
     firsts = [members[0] for members in members_of.values()]
     differing = [name for name in _RECIPE if len({row[name] for row in firsts}) > 1]
+    # The control is no point of the space.
+    points = [row for row in firsts if not row["control"]]
     for name in others:
         # Show the column only if two lines would look the same without it.
         seen = (*_LAYOUT, *differing)
-        # The control is no point of the space.
-        distinct = {tuple(row[column] for column in seen) for row in firsts if not row["control"]}
-        if len(distinct) < len(
-            {tuple(row[column] for column in (*seen, name)) for row in firsts if not row["control"]}
-        ):
+        distinct = {tuple(row[column] for column in seen) for row in points}
+        if len(distinct) < len({tuple(row[column] for column in (*seen, name)) for row in points}):
             differing.append(name)
     return [
         RecipeRuns(row["layout.label"], row["world"], {name: row[name] for name in differing}, members)

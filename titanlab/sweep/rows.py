@@ -120,16 +120,17 @@ def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
     layout = Layout(**degrees, expert=config["parallelism"]["expert"])
     # As Recipe.microbatch; creating a Recipe would take longer than the whole row.
     microbatch = training["microbatch"] or (1 if layout.pipeline > 1 else training["global_batch"] // layout.data)
-    device = config["cluster"]["accelerator"], config["cluster"]["device"]
+    precision, accelerator, device = config["precision"], config["cluster"]["accelerator"], config["cluster"]["device"]
     return {
         **{f"layout.{axis}": degree for axis, degree in layout.degrees().items()},
         "layout.label": layout.label,
         "world": layout.world,
         "repeat": config["repeat"],
         "seed": config["seed"],
-        **dict(zip(("accelerator", "device"), device, strict=True)),
+        "accelerator": accelerator,
+        "device": device,
         **{group: config[group]["kind"] for group in ("model", "precision", "ac", "optimizer", "data")},
-        "emulated": _emulates(*(config["precision"].get(key) for key in ("kind", "emulate")), *device),
+        "emulated": _emulates(precision["kind"], precision.get("emulate"), accelerator, device),
         "compile": "+".join(part for part in ("blocks", "loss") if compiled.get(part)) or "off",
         "schedule": config["schedule"]["kind"] if layout.pipeline > 1 else None,
         "layers": config["model"].get("layers"),
@@ -247,14 +248,16 @@ class SweepTable:
         Args:
             states: from the scheduler, by token and index; None: nothing is known of jobs.
         """
-        points = self.sweep.points()
+        steps = stack_steps(self.sweep.manifest().get("space"))
+        points: list[dict[str, Any]] = [
+            {**point, "stack_step": None if point.get("control") else steps.get(canonical_text(point.get("point")))}
+            for point in self.sweep.points()
+        ]
         folders = {run.path.name: run for run in self.sweep.runs()}
         jobs, known = jobs_of(self.sweep, self.sweep.submissions()), states or {}
-        steps = stack_steps(self.sweep.manifest().get("space"))
         rows = []
         for point in points:
             name, drop = point.get("run"), point.get("dropped")
-            point["stack_step"] = None if point.get("control") else steps.get(canonical_text(point.get("point")))
             facts = {"sweep": self.sweep.name, "repeat": point.get("repeat"), **_values(point)}
             if drop:
                 outcome = None if drop["stage"] in _UNWANTED else OutcomeKind.INFEASIBLE.value

@@ -56,17 +56,17 @@ def throughput_by_layout(
 
 
 def stack_steps(
-    steps: Sequence[RecipeRuns], gains: Mapping[int, str], bands: Mapping[str, tuple[float, float]]
+    steps: Sequence[RecipeRuns], gains: Mapping[str, str], bands: Mapping[str, tuple[float, float]]
 ) -> TracedFigure:
     """Tokens per second of the steps of a stack, in their order.
 
     Args:
-        gains: the text of a step's gain, by the id of its recipe.
+        gains: the text of a step's gain, by the label of its recipe.
         bands: an interval for each recipe, by its label.
     """
 
     def text(group: RecipeRuns, value: float) -> str:
-        return f"{grouped(value)}  {gains.get(id(group), '')}".rstrip()
+        return f"{grouped(value)}  {gains.get(group.label, '')}".rstrip()
 
     return _bars(
         steps, "tokens_per_second", "what each step adds", "tokens per second of one device", text, bands=bands
