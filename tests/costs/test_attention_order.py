@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from titanlab.costs import FLASH3, kernel_rules, order, with_one_flash
-from titanlab.costs.attention_order import FUSED, TABLE, rules_of
+from titanlab.costs import FLASH3, FUSED, kernel_rules, order, with_one_flash
+from titanlab.costs.attention_order import TABLE, rules_of
 
 HOPPER = (9, 0)
 
