@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from titanlab.costs import FLASH3, FUSED, TABLE
+from titanlab.costs import FLASH3, FUSED
+from titanlab.costs.attention_order import TABLE
 from titanlab.techniques.model.attention import InnerAttention
 
 KEPT = Path(__file__).parent / "results" / "attention_kernels.json"
