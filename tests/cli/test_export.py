@@ -30,6 +30,7 @@ def test_the_formats_take_their_own_flags(tmp_path, capsys):
     assert (tmp_path / "titanlab" / "conf" / "model" / "mine.yaml").is_file()
 
 
+@pytest.mark.full
 def test_the_weights_are_written_also_if_nobody_reads_the_output(tmp_path):
     theirs = folders.folder(tmp_path / "hub")
     shell = f'mkfifo {tmp_path}/p; (exec <{tmp_path}/p) & exec 3>{tmp_path}/p; wait; "$@" >&3'

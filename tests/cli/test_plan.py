@@ -79,6 +79,8 @@ def test_the_step_and_the_whole_model_are_said(plan):
     assert shown in plan(*RECIPE, "--explain")[1].splitlines()
 
 
+@pytest.mark.full
+@pytest.mark.covering
 def test_machines_are_compared_in_one_table_the_fastest_first(plan):
     code, out, err = plan(*RECIPE, "world=16", "training.deterministic=true", "--vary", "cluster=a100_40gb,h200")
     assert (code, err) == (0, "")

@@ -38,6 +38,7 @@ def test_another_place(tmp_path, monkeypatch, capsys):
         assert Path(file).is_file()
 
 
+@pytest.mark.full
 def test_figures_beside_it(sweep, shown):
     lines = shown("report", "layouts", "--figures", "figures", "--format", "svg", "--by", "memory").splitlines()
     assert "needs the least memory" in lines[0]

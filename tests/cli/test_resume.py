@@ -36,6 +36,8 @@ def ended(tmp_path, *, launch, cluster=NODES, **given):
     return run
 
 
+@pytest.mark.full
+@pytest.mark.covering
 def test_a_run_of_a_queue_goes_on_here_if_one_says_so(tmp_path):
     run = ended(tmp_path, launch=Slurm(threads=1, partition="far"), steps=2)
     assert call(["resume", str(run.path), "launch=local", "launch.threads=1"]) == 0

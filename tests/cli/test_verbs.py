@@ -152,6 +152,7 @@ def test_output_that_a_full_disk_does_not_take_is_a_failure(tmp_path, arguments,
     assert (done.returncode, done.stderr) == (1, b"error: the disk is full: make room\n")
 
 
+@pytest.mark.full
 def test_a_run_whose_messages_a_full_disk_does_not_take_is_done(tmp_path):
     run = "train data=synthetic training.steps=1 optimizer.schedule.warmup_steps=1 training.seq_len=64"
     done = titanlab(run, f'cd {tmp_path}; "$@" >/dev/full')

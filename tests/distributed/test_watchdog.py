@@ -285,6 +285,7 @@ print(*found)
 """
 
 
+@pytest.mark.full
 def test_a_thread_that_computes_is_busy_also_where_it_hardly_gets_a_core():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
     # First it waits, then it computes.

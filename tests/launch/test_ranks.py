@@ -34,7 +34,9 @@ def steps(run):
     return [row["step"] for row in run.metrics("train")]
 
 
-@pytest.mark.parametrize("how", [[], pytest.param(TWO, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.covering
+@pytest.mark.parametrize("how", [[], TWO])
 def test_ctrl_c_saves_and_the_same_command_goes_on(command, how):
     process = command.start("training.steps=60", "data.seconds=0.05", *how)
     run = command.reached(3)
@@ -69,6 +71,8 @@ def test_a_second_ctrl_c_loses_what_the_answer_to_the_first_has_said(command):
     assert result.cause == "interrupted again, so it has not saved"
 
 
+@pytest.mark.full
+@pytest.mark.covering
 def test_a_rank_that_raises_is_told_with_its_traceback(command):
     code, out, err = command.run(*COPIES, "training.steps=60", "data.fault=raise", "data.step=3", "data.rank=1")
     run = command.only_run

@@ -140,6 +140,8 @@ def record(run, attempt):
     return json.loads((run.attempt_folder(attempt) / RESTART).read_text())
 
 
+@pytest.mark.full
+@pytest.mark.covering
 def test_a_rank_that_is_killed_costs_no_step(installed, pool, tmp_path, capsys):
     fault = Planted(fault="kill", step=6, attempt=2)
     run, outcome = trained(tmp_path, Local(restarts=2, threads=1), data=fault)

@@ -38,9 +38,9 @@ def rows(run):
 BOTH = pytest.mark.parametrize(("launcher", "tasks"), [("nohup", 2), ("local", 1)])
 
 
-@pytest.mark.parametrize(
-    ("launcher", "tasks"), [("nohup", 2), pytest.param("local", 1, marks=[pytest.mark.full, pytest.mark.covering])]
-)
+@pytest.mark.full
+@pytest.mark.covering
+@BOTH
 def test_two_ranks_train_one_run(jobs, launcher, tasks):
     run = jobs.run(2, launcher=launcher, steps=3)
     codes, said = ended(jobs.start(run, tasks))

@@ -124,6 +124,11 @@ BANDS = {"bf16": 5e-5, "float8_tensorwise": 5e-4}
 BANDS_OF_TENSOR = {"bf16": 3e-4, "float8_tensorwise": 5e-4}
 
 
+def some_by_default(names):
+    """In `make test` every third; `plan` of a page and the sweeps compose others."""
+    return [pytest.param(name, marks=[pytest.mark.full] if place % 3 else []) for place, name in enumerate(names)]
+
+
 @pytest.fixture(scope="module")
 def composed():
     """Recipes by name, and what is changed of them on the command line, as `titanlab train` composes them."""
@@ -156,7 +161,7 @@ def gpu_host(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", some_by_default(LARGE))
 def test_a_recipe_fits_its_world(composed, gpu_host, name):
     given = composed(name)
     assert given.world is not None
@@ -298,7 +303,7 @@ def test_tables_have_every_recipe():
     assert TOKENS.keys() == set(LARGE)
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", some_by_default(TWINS))
 def test_a_twin_has_the_shape_of_its_recipe(composed, gpu_host, name):
     large, twin = on_gpus(composed(name.removesuffix(CPU))), on_cpu(composed(name))
     check(twin)

@@ -25,6 +25,7 @@ def test_recipes_of_a_sweep_are_proved_and_kept_with_it(says, here, ranks):
     assert len(kept["rows"]) == 3
 
 
+@pytest.mark.full
 def test_a_result_that_cannot_be_kept_is_a_warning(says, here, ranks):
     (here / "runs").mkdir()
     (here / "runs" / "quickstart_layouts").write_text("")

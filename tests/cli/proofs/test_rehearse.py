@@ -100,6 +100,7 @@ def test_no_folder_stays_where_the_plan_is_refused(says, temporary, monkeypatch)
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.full
 def test_with_keep_all_folders_stay(says, here, ranks):
     says("rehearse", "+sweeps=quickstart_layouts", "--only", "dp-", "--keep", "kept")
     assert len(list((here / "kept" / "reduced").iterdir())) == len(ranks[0]) == 2

@@ -326,6 +326,8 @@ WORKER = """
 """
 
 
+@pytest.mark.full
+@pytest.mark.covering
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ranks are not forked")
 def test_two_ranks_share_their_imports_and_collect_nothing_while_they_import(monkeypatch, tmp_path):
     made = tiny.recipe(tmp_path, shard=2, steps=2, saves="off")

@@ -73,6 +73,7 @@ def test_a_recipe_may_be_swept_and_may_sweep_all_else():
     assert [each.recipe.layout.label for each in found.planned[::2]] == ["dp_s2", "dp_s2·tp2"]
 
 
+@pytest.mark.full
 def test_the_folders_name_is_what_is_given_or_made_of_what_is_swept(tmp_path):
     assert plan(*SMALL, "seed=0,1", "sweep=given").name == "given"
     names = [plan(*SMALL, *swept).name for swept in (["seed=0,1"], ["seed=0,1", "training.steps=7"], ["seed=0,2"])]
