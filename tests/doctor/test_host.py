@@ -1,4 +1,4 @@
-"""What the host gives: cores, memory, open files, its name, network and clock; folders of runs and caches."""
+"""What the host gives: cores, memory, open files, its name; folders of runs and caches."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.programs import GIB, program, states, volume
+from tests.doctor.programs import GIB, states, volume
 from titanlab.doctor import host
 from titanlab.system import FAIL
 
@@ -24,8 +24,7 @@ def findings(check):
 
 
 def test_this_machine_can_be_read():
-    checks = (host.check_cores, host.check_shared_memory, host.check_ulimits, host.check_network)
-    for check in (*checks, host.check_clock):
+    for check in (host.check_cores, host.check_shared_memory, host.check_ulimits, host.check_network):
         assert all(each.text and each.name for each in check())
 
 
@@ -45,65 +44,19 @@ def test_a_name_that_cannot_be_resolved(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answer", "now", "state"), [("no", None, "warn"), ("yes", None, "ok"), (None, None, "ok"), ("yes", 1000.0, "fail")]
-)
-def test_a_clock(tmp_path, monkeypatch, answer, now, state):
-    if answer is not None:
-        program(tmp_path, "timedatectl", f"echo NTPSynchronized={answer}")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    if now is not None:
-        monkeypatch.setattr(host.time, "time", lambda: now)
-    assert states(host.check_clock()) == {"clock": state}
-
-
-@pytest.mark.parametrize(
-    ("group", "files", "share"),
+    ("usable", "memory", "text", "found"),
     [
-        # Version 1 has two files, in a folder of the controller.
-        ("", {"cpu/cpu.cfs_quota_us": "50000", "cpu/cpu.cfs_period_us": "100000"}, 0.5),
-        ("", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ("", {"cpu/cpu.cfs_quota_us": "50000"}, None),
-        ("", {"cpu.max": "100000 0"}, None),
-        ("", {"cpu.max": "garbage"}, None),
-        # The least of all groups above this one counts.
-        ("0::/a/b", {"cpu.max": "max 100000", "a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"}, 2.0),
-        # A group above the root is not seen from here.
-        ("0::/../..", {"cpu.max": "400000 100000"}, 4.0),
-        ("no colons", {"cpu.max": "400000 100000"}, 4.0),
-        ("", {}, None),
+        (4, None, "4 of the host's 8 may be used (affinity)", ("warn", "is not known")),
+        (8, 3 * GIB // 2, "8 of the host's 8 may be used", ("ok", "1.5 GiB, swap and limits counted in")),
     ],
 )
-def test_the_share_of_a_cgroup_is_the_least_that_is_known(tmp_path, group, files, share):
-    root = tmp_path / "groups"
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    own = tmp_path / "own"
-    own.write_text(group)
-    assert host.cpu_share(root, own) == share
-    # Without the list of groups, the root is all there is.
-    assert host.cpu_share(root, tmp_path / "nowhere") == (share if not group.startswith("0::/a") else None)
-
-
-@pytest.mark.parametrize(
-    ("usable", "share", "state", "text"),
-    [
-        (4, None, "ok", "4 of the host's 8 may be used (affinity)"),
-        (8, 8.0, "ok", "8 of the host's 8 may be used"),
-        (8, 2.5, "warn", "8 of the host's 8 may be used, and the cgroup gives the time of 2.5"),
-    ],
-)
-def test_the_cores_that_may_be_used(monkeypatch, usable, share, state, text):
+def test_the_cores_and_the_memory_that_may_be_used(monkeypatch, usable, memory, text, found):
     monkeypatch.setattr(host, "cores", lambda: usable)
     monkeypatch.setattr(host.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(host, "cpu_share", lambda: share)
-    monkeypatch.setattr(host, "memory_bytes", lambda: 3 * GIB // 2 if share else None)
-    found = findings(host.check_cores())
-    assert (found["cores"].state, found["cores"].text) == (state, text)
-    if state == "warn":
-        assert "OMP_NUM_THREADS=2" in found["cores"].hint
-    memory = ("ok", "1.5 GiB, swap and limits counted in") if share else ("warn", "is not known")
-    assert (found["memory"].state, found["memory"].text) == memory
+    monkeypatch.setattr(host, "memory_bytes", lambda: memory)
+    told = findings(host.check_cores())
+    assert (told["cores"].state, told["cores"].text) == ("ok", text)
+    assert (told["memory"].state, told["memory"].text) == found
 
 
 @pytest.mark.parametrize(("threads", "told"), [("5", True), ("4", False), ("", False), ("many", False), ("-9", False)])
@@ -119,7 +72,6 @@ def test_limits_of_memory_and_files_are_told_where_there_are_some(monkeypatch):
         resource.RLIM_INFINITY,
     )
     limited = {**unlimited, resource.RLIMIT_MEMLOCK: 1 << 20, resource.RLIMIT_FSIZE: GIB, resource.RLIMIT_AS: 4 * GIB}
-    monkeypatch.setattr(host, "_infiniband_ports", dict)
     monkeypatch.setattr(host.resource, "getrlimit", lambda which: (unlimited[which], resource.RLIM_INFINITY))
     assert states(host.check_ulimits()) == {"open files": "ok", "locked memory": "ok"}
     assert findings(host.check_ulimits())["open files"].text == "unlimited (up to unlimited)"
@@ -127,57 +79,13 @@ def test_limits_of_memory_and_files_are_told_where_there_are_some(monkeypatch):
     found = findings(host.check_ulimits())
     assert {name: (each.state, each.text) for name, each in found.items()} == {
         "open files": ("ok", "unlimited (up to 65,536)"),
-        # Only InfiniBand pins memory.
-        "locked memory": ("ok", "1.0 MiB"),
+        "locked memory": ("ok", "1.0 MiB; InfiniBand needs ulimit -l unlimited"),
         "size of files": ("warn", "at most 1.0 GiB"),
         "address space": ("warn", "at most 4.0 GiB of addresses"),
     }
-    monkeypatch.setattr(host, "_infiniband_ports", lambda: {"mlx5_0:1": "4: ACTIVE"})
-    assert states(host.check_ulimits())["locked memory"] == "warn"
     for files, state in ((512, "fail"), (1024, "warn"), (65536, "ok")):
         limited[resource.RLIMIT_NOFILE] = files
         assert states(host.check_ulimits())["open files"] == state
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "missing"),
-    [
-        # NCCL reads the beginning of a name, unless = stands before it.
-        ("NCCL_SOCKET_IFNAME", "eth", ""),
-        ("NCCL_SOCKET_IFNAME", "=eth", "eth"),
-        ("NCCL_SOCKET_IFNAME", "=eth0,eth1", "eth1"),
-        ("NCCL_SOCKET_IFNAME", "^lo", ""),
-        ("GLOO_SOCKET_IFNAME", "eth", "eth"),
-        ("GLOO_SOCKET_IFNAME", "eth0", ""),
-        ("TP_SOCKET_IFNAME", "a,eth0,b", "a, b"),
-        ("TP_SOCKET_IFNAME", "", ""),
-        ("TP_SOCKET_IFNAME", ",", ""),
-    ],
-)
-def test_interfaces_are_those_that_the_library_would_take(monkeypatch, variable, value, missing):
-    monkeypatch.setattr(host.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(variable, value)
-    found = findings(host.check_network())
-    assert (variable in found) is bool(missing)
-    if missing:
-        assert (found[variable].state, found[variable].text) == ("fail", f"{value}: there is no interface {missing}")
-        assert found[variable].hint == "ranks cannot meet; the host has eth0, lo"
-
-
-def test_ports_of_infiniband_are_read_from_their_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "_INFINIBAND", tmp_path)
-    assert "InfiniBand" not in states(host.check_network())
-    for port, state in (("1", "4: ACTIVE\n"), ("2", "4: ACTIVE\n")):
-        (tmp_path / "mlx5_0" / "ports" / port).mkdir(parents=True)
-        (tmp_path / "mlx5_0" / "ports" / port / "state").write_text(state)
-    found = findings(host.check_network())["InfiniBand"]
-    assert (found.state, found.text) == ("ok", "2 ports active")
-    (tmp_path / "mlx5_0" / "ports" / "2" / "state").write_bytes(b"\xff DOWN")
-    found = findings(host.check_network())["InfiniBand"]
-    assert (found.state, found.text) == ("warn", "1 of 2 ports active; not: mlx5_0:2")
-    assert found.hint.endswith("NCCL_IB_HCA=^mlx5_0:2")
 
 
 def test_folders_that_are_bad(tmp_path, monkeypatch):

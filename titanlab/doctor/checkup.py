@@ -53,7 +53,6 @@ def checks(runs: Path, launch: LaunchConfig | None) -> list[Check]:
         Check("host", "shared memory", host.check_shared_memory),
         Check("host", "limits", host.check_ulimits),
         Check("host", "network", host.check_network, is_needed=False),
-        Check("host", "clock", host.check_clock, is_needed=False),
         Check("storage", "folder of runs", lambda: host.check_runs(runs, needs_shared=needs_shared), seconds=60.0),
         Check("storage", "data cache", lambda: host.check_cache("data cache", data_cache.location())),
         Check(

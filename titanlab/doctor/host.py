@@ -1,11 +1,10 @@
-"""What this process may use of the host: cores, memory, open files; its name, clock and network; and its folders."""
+"""What this process may use of the host: cores, memory, open files; its name; and its folders."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
-import re
 import resource
 import secrets
 import socket
@@ -16,16 +15,11 @@ from pathlib import Path
 import psutil
 
 from titanlab.distributed import cores, memory_bytes
-from titanlab.system import Finding, fail, ok, output_of, user_path, warn
+from titanlab.system import Finding, fail, ok, user_path, warn
 
 _GIB = 1 << 30
 _FEW_FILES, _ENOUGH_FILES = 1024, 4096
 _LOW_SHARED, _NO_SHARED = 1 * _GIB, 128 << 20
-# A correct clock is later than the time of this version.
-_EARLIEST = 1_750_000_000
-_CGROUPS = Path("/sys/fs/cgroup")
-_INFINIBAND = Path("/sys/class/infiniband")
-_SECONDS = 10.0
 
 
 def graded(name: str, text: str, hint: str, *, fails: bool = False, warns: bool = False) -> Finding:
@@ -34,15 +28,10 @@ def graded(name: str, text: str, hint: str, *, fails: bool = False, warns: bool 
 
 
 def check_cores() -> Iterator[Finding]:
-    """Cores that this process may use, compared with the host's cores and the cgroup's share."""
+    """Cores that this process may use, compared with the host's cores, and memory."""
     usable, all_cores = cores(), os.cpu_count() or 1
-    share = cpu_share()
     text = f"{usable} of the host's {all_cores} may be used"
-    if share is not None and share < usable:
-        hint = f"the cgroup gives less time than that: set launch.threads, or OMP_NUM_THREADS={max(1, int(share))}"
-        yield warn("cores", f"{text}, and the cgroup gives the time of {share:g}", hint)
-    else:
-        yield ok("cores", f"{text} (affinity)" if usable < all_cores else text)
+    yield ok("cores", f"{text} (affinity)" if usable < all_cores else text)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         threads = os.environ.get(name, "")
         if threads.isdecimal() and int(threads) > usable:
@@ -52,25 +41,6 @@ def check_cores() -> Iterator[Finding]:
         yield warn("memory", "is not known", "this system has no /proc/meminfo")
     else:
         yield ok("memory", f"{memory / _GIB:,.1f} GiB, swap and limits counted in")
-
-
-def cpu_share(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """The number of cores whose time this process's cgroup, or a parent, allows; None: no limit is known."""
-    folders, shares = [root], []
-    with contextlib.suppress(OSError, ValueError):
-        for line in own.read_text(encoding="utf-8", errors="replace").splitlines():
-            number, _, path = line.split(":", 2)
-            if number == "0":
-                folder = root / path.lstrip("/")
-                folders += [ancestor for ancestor in (folder, *folder.parents) if ancestor.is_relative_to(root)]
-    for folder in folders:
-        for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-            # `max`, which is not a number: no limit.
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                quota, period, *_ = (float(word) for name in files for word in (folder / name).read_text().split())
-                if quota > 0 and period > 0:
-                    shares.append(quota / period)
-    return min(shares, default=None)
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
@@ -94,9 +64,8 @@ def check_ulimits() -> Iterator[Finding]:
     text = f"{numbers[0]} (up to {numbers[1]})"
     yield graded("open files", text, hint, fails=0 <= soft < _FEW_FILES, warns=0 <= soft < _ENOUGH_FILES)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "unlimited" if soft == unlimited else f"{soft / 2**20:,.1f} MiB"
-    hint = "InfiniBand pins memory: ulimit -l unlimited, also for slurmd's jobs"
-    yield graded("locked memory", text, hint, warns=bool(_infiniband_ports()) and soft != unlimited)
+    text = "unlimited" if soft == unlimited else f"{soft / 2**20:,.1f} MiB; InfiniBand needs ulimit -l unlimited"
+    yield ok("locked memory", text)
     soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if soft != unlimited:
         hint = "a checkpoint may be larger: ulimit -f unlimited"
@@ -108,7 +77,7 @@ def check_ulimits() -> Iterator[Finding]:
 
 
 def check_network() -> Iterator[Finding]:
-    """The host's name, the interfaces that variables name, InfiniBand."""
+    """The host's name, under which ranks of other hosts find it."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
@@ -116,47 +85,6 @@ def check_network() -> Iterator[Finding]:
     except (OSError, UnicodeError) as error:
         hint = "add it to /etc/hosts; runs on one host work without, runs on several need it"
         yield warn("host name", f"{name} cannot be resolved ({error})", hint)
-    interfaces = {interface for _, interface in socket.if_nameindex()}
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        value = os.environ.get(variable, "")
-        names = [interface for interface in value.lstrip("^=").split(",") if interface]
-        exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
-        missing = [name for name in names if name not in interfaces] if exact else []
-        if not exact:
-            missing = [name for name in names if not any(known.startswith(name) for known in interfaces)]
-        if missing and not value.startswith("^"):
-            hint = f"ranks cannot meet; the host has {', '.join(sorted(interfaces))}"
-            yield fail(variable, f"{value}: there is no interface {', '.join(missing)}", hint)
-    ports = _infiniband_ports()
-    down = sorted(port for port, state in ports.items() if "ACTIVE" not in state)
-    if down:
-        hint = "have the links looked at, or leave them out: NCCL_IB_HCA=^" + down[0]
-        yield warn("InfiniBand", f"{len(ports) - len(down)} of {len(ports)} ports active; not: {', '.join(down)}", hint)
-    elif ports:
-        yield ok("InfiniBand", f"{len(ports)} ports active")
-
-
-def _infiniband_ports() -> dict[str, str]:
-    """The state of each port."""
-    states = {}
-    for path in sorted(_INFINIBAND.glob("*/ports/*/state")):
-        try:
-            states[f"{path.parts[-4]}:{path.parts[-2]}"] = path.read_text(errors="replace").strip()
-        except OSError:
-            continue
-    return states
-
-
-def check_clock() -> Iterator[Finding]:
-    if time.time() < _EARLIEST:
-        text = time.strftime("%Y-%m-%d", time.localtime())
-        yield fail("clock", f"says {text}", "set it: certificates, tokens and the order of files depend on it")
-        return
-    output = output_of("timedatectl", "show", "--property=NTPSynchronized", seconds=_SECONDS)
-    if output is not None and re.search(r"=no\b", output):
-        yield warn("clock", "is not synchronised (timedatectl)", "run an NTP service: hosts' logs are compared by time")
-    else:
-        yield ok("clock", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime()))
 
 
 _LOW_BYTES, _NO_BYTES = 20 * _GIB, 1 * _GIB

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -15,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import titanlab
@@ -36,7 +34,6 @@ def check_python() -> Iterator[Finding]:
     yield graded("Python", text, hint, fails=sys.version_info < _LEAST)
     yield ok("titanlab", f"{titanlab.__version__}, {Path(titanlab.__file__).parent}")
     tested, installed = tested_versions(), versions(PACKAGES)
-    yield from check_bounds(installed)
     # Without the local part of versions: 2.13.0+cpu is built from 2.13.0.
     others = [
         f"{name} {have} (tested: {tested[canonicalize_name(name)]})"
@@ -58,36 +55,6 @@ def tested_versions() -> dict[str, str]:
             matches = map(_PINNED.match, path.read_text(encoding="utf-8").splitlines())
             return {canonicalize_name(match[1]): match[2] for match in matches if match}
     return {}
-
-
-def check_bounds(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """The packages that are missing, or older or newer than titanlab's code needs."""
-    try:
-        required = map(Requirement, importlib.metadata.requires("titanlab") or [])
-    except importlib.metadata.PackageNotFoundError:
-        yield ok("installation", "the code runs from a folder; its requirements are not known")
-        return
-    known = {canonicalize_name(name): version for name, version in installed.items()}
-    for need in required:
-        name, bounds = need.name, {bound.operator: bound.version for bound in need.specifier}
-        if not bounds or (need.marker is not None and not need.marker.evaluate({"extra": ""})):
-            continue
-        have = known.get(canonicalize_name(name)) or versions([name]).get(name)
-        cure = f'pip install "{name}{need.specifier}"'
-        if have is None:
-            yield fail(name, "is not installed", cure)
-        elif ">=" in bounds and _release(have) < _release(bounds[">="]):
-            yield fail(name, f"{have} is older than {bounds['>=']}", cure)
-        elif "<" in bounds and _release(have) >= _release(bounds["<"]):
-            yield fail(name, f"{have} is too new: titanlab needs a version below {bounds['<']}", cure)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The release numbers of a version; a pre-release has the features of its release.
-
-    `packaging.version` refuses versions such as `2.13.0-site`, which builds of a site have.
-    """
-    return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", version)[0])))
 
 
 def check_code() -> Iterator[Finding]:
@@ -216,19 +183,10 @@ def check_all_reduce(
 _SECONDS = 20.0
 _FIELDS = ("index", "name", "driver_version", "memory.used", "memory.total", "ecc.errors.uncorrected.volatile.total")
 _USED_MIB = 1024
-# Words of `nvidia-smi topo -m`, from the fastest link to the slowest.
-_LINKS = {
-    "NV": "NVLink",
-    "PIX": "one PCIe switch",
-    "PXB": "PCIe switches",
-    "PHB": "a PCIe host bridge",
-    "NODE": "PCIe within a NUMA node",
-    "SYS": "the link between sockets",
-}
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Driver, memory in use, memory errors, links."""
+    """Driver, memory in use, memory errors."""
     if shutil.which("nvidia-smi") is None:
         yield ok("GPUs", "there is no nvidia-smi on PATH: processes compute on the CPU")
         return
@@ -254,34 +212,6 @@ def check_gpus() -> Iterator[Finding]:
     if errors:
         hint = "have the GPU reset or replaced; leave it out with CUDA_VISIBLE_DEVICES"
         yield fail("GPU memory errors", f"uncorrected on {', '.join(errors)}", hint)
-    if len(rows) == 1:
-        return
-    answer = run_command("nvidia-smi", "topo", "-m", seconds=_SECONDS)
-    links = Counter(links_of(answer.output)) if answer is not None and answer.code == 0 else Counter[str]()
-    if not links:
-        yield warn("links", "nvidia-smi topo -m says nothing", "the links between GPUs are not known")
-        return
-    words = {link: _LINKS["NV" if link.startswith("NV") else link] for link in links}
-    kinds = ", ".join(f"{words[link]} ({link}) for {count}" for link, count in links.most_common())
-    is_slow = not all(link.startswith("NV") for link in links)
-    hint = "tensor and context parallelism are slow across pairs without NVLink"
-    yield graded("links", f"of {links.total()} pairs: {kinds}", hint, warns=is_slow)
-
-
-def links_of(text: str) -> list[str]:
-    """The link of each pair of GPUs in the matrix that `nvidia-smi topo -m` prints."""
-    # Terminals get underlined headings.
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
-    rows = {
-        int(line[0][3:]): line[1:]
-        for line in lines
-        if len(line) > 1 and re.fullmatch(r"GPU\d+", line[0]) and "X" in line
-    }
-    links = []
-    for number, cells in rows.items():
-        later = cells[number + 1 : len(rows)]
-        links += [cell for cell in later if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", cell)]
-    return links
 
 
 def _number(text: str) -> float:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.sweep.made import Made, begin, end
 from titanlab.costs import meter
 

@@ -14,7 +14,7 @@ from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.data.tokenizers import load
 from titanlab.train import interchange
-from titanlab.train.interchange import copy_tokenizer, write_tokenizer_config
+from titanlab.train.interchange import write_tokenizer_config
 from titanlab.train.weights import open_weights
 
 
@@ -193,16 +193,6 @@ def write(folder):
     (folder / "original").mkdir()
     lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(TOKENS))
     (folder / "original" / "tokenizer.model").write_bytes(b"".join(lines))
-
-
-def test_an_original_tokenizer_is_copied_with_what_lies_beside_it(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    write(tmp_path)
-    assert copy_tokenizer(tmp_path, tmp_path / "copied") == ["tokenizer_config.json", "tokenizer.model"]
-    assert load(tmp_path / "copied").vocab_size == len(TOKENS) + 256
-    # It is for those who have no other.
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert copy_tokenizer(tmp_path, tmp_path / "other") == ["tokenizer.json", "tokenizer_config.json"]
 
 
 @pytest.mark.full
