@@ -13,7 +13,6 @@ from tests import tiny
 from tests.sweep.made import Made, begin, end
 from titanlab.cli import status
 from titanlab.records import Outcome, OutcomeKind, RunFolder, Status
-from titanlab.sweep import clean as caches
 from titanlab.sweep import clean as items
 from titanlab.system import write_json
 
@@ -33,8 +32,6 @@ def train(made, run):
 
 @pytest.fixture
 def run(saved, tmp_path, monkeypatch):
-    monkeypatch.setenv("TITANLAB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(caches.compile_cache, "own_folder", lambda: tmp_path / "compiled")
     made = RunFolder(shutil.copytree(saved.path, tmp_path / "runs" / "single" / saved.path.name))
     keep(made, 2)
     (made.path / "logs" / "rank-0.log").write_text("text\n")
@@ -263,27 +260,6 @@ def test_snapshots_of_code_go_once_no_run_needs_them(call, tmp_path, monkeypatch
     assert sorted(path.name for path in made.folder.code.iterdir()) == ["young"]
 
 
-def test_caches_go_only_where_asked_and_never_in_use(run, call, tmp_path):
-    tokens = tmp_path / "cache" / "tokens"
-    (tokens / "files-abc").mkdir(parents=True)
-    (tokens / "files-abc" / "0.bin").write_bytes(bytes(1000))
-    (tokens / ".files-abc.lock").touch()
-    (tmp_path / "cache" / "mine.txt").write_text("not titanlab's")
-    (tmp_path / "compiled" / "inductor" / "aa").mkdir(parents=True)
-    (tmp_path / "compiled" / "inductor" / "aa" / "x.so").write_bytes(b"library")
-    out = call("--dry-run", "--what", "temporary")[1]
-    assert "not asked for: checkpoints" in out
-    assert "data-cache 1000 B" in out
-    with run.claim():
-        call("--yes", "--what", "all")
-    assert (tokens / "files-abc").is_dir()
-    call("--yes", "--what", "data-cache,compile-cache")
-    assert sorted(os.listdir(tokens)) == [".files-abc.lock"]
-    assert os.listdir(tmp_path / "compiled") == []
-    assert (tmp_path / "cache" / "mine.txt").exists()
-    assert len(steps(run)) == 4
-
-
 def test_what_cannot_be_removed_is_named(run, call, monkeypatch):
     def refuse(path, target):
         raise PermissionError(13, "Permission denied")
@@ -298,7 +274,7 @@ def test_remote_checkpoints_are_named_and_left_alone(run, call):
     (run.path / "config.yaml").write_text(text.replace("  folder: null", "  folder: memory://bucket/x"))
     code, out, err = call("--yes")
     assert (code, err) == (0, "")
-    assert "left alone; --remote looks there too" in out or "is left alone: " in out
+    assert "has its checkpoints in memory://bucket/x" in out or "is left alone: " in out
     assert len(steps(run)) == 4
 
 

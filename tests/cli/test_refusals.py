@@ -568,7 +568,6 @@ good --attempt 4 ⇒ --attempt=4: the run has no such attempt; known: 1; try --a
 --what everything ⇒ --what=everything: everything is not a kind; choose from checkpoints, superseded, temporary, code, data-cache, compile-cache, all
 --keep 0 ⇒ --keep=0: must be at least 1; resume needs the newest checkpoint
 nothing ⇒ name=nothing: is neither a run nor a sweep under runs; try single/…
-bad --what compile-cache ⇒ --what=compile-cache: compile-cache is of all runs, and bad is named; leave the run or the sweep out
 bad --what temporary,data-cache ⇒ --what=temporary,data-cache: data-cache is of all runs, and bad is named; leave the run or the sweep out
 --runs a-file ⇒ --runs=a-file: is not a folder; name the folder of runs
 """,

@@ -485,17 +485,16 @@ def _export(add: Add) -> None:
     add("--force", **FLAG, help="replace weights that are there")
 
 
-@_verb("status", "remove old checkpoints, superseded runs, caches: shows sizes, and asks")
+@_verb("status", "remove old checkpoints and superseded runs: shows sizes, and asks")
 def _clean(add: Add) -> None:
     """Remove what no run needs any more; results, logs and records always stay."""
-    from titanlab.sweep import CACHES, KINDS
+    from titanlab.sweep import KINDS
 
     add("name", nargs="?", metavar="RUN | SWEEP", help="one run or one sweep (default: all of them)")
-    text = f"some of {', '.join(KINDS)}; or all (default: all but the caches)"
-    add("--what", default=",".join(kind for kind in KINDS if kind not in CACHES), help=text)
+    text = f"some of {', '.join(KINDS)}; or all (the default)"
+    add("--what", default="all", help=text)
     add("--keep", type=int, metavar="N", help="keep N checkpoints of each run (default: as its recipe)")
     add("--verify", **FLAG, help="read every byte of checkpoints that stay, to be sure")
-    add("--remote", **FLAG, help="also checkpoints in remote stores")
     add("--dry-run", **FLAG, help="only show it, with every path")
     add("--yes", **FLAG, help="do not ask")
 

@@ -18,14 +18,12 @@ from titanlab.cli.arguments import json_text
 from titanlab.errors import ConfigError
 from titanlab.records import OutcomeKind, RunFolder
 from titanlab.sweep import (
-    CACHES,
     KINDS,
     Refused,
     Removable,
     Screen,
     Survey,
     SweepFolder,
-    cached,
     failure_text,
     find_run_or_sweep,
     look_at,
@@ -164,10 +162,6 @@ def clean_verb(args: Namespace) -> int:
     if unknown or not kinds:
         rule = f"{unknown[0]} is not a kind" if unknown else "names no kind"
         raise ConfigError("--what", args.what, rule, f"choose from {', '.join(KINDS)}, all")
-    shared = [kind for kind in kinds if kind in CACHES]
-    if args.name is not None and not takes_all and shared:
-        rule = f"{shared[0]} is of all runs, and {args.name} is named"
-        raise ConfigError("--what", args.what, rule, "leave the run or the sweep out")
     if args.keep is not None and args.keep < 1:
         raise ConfigError("--keep", args.keep, "must be at least 1", "resume needs the newest checkpoint")
     root, only = user_path(args.runs).absolute(), None
@@ -182,11 +176,8 @@ def clean_verb(args: Namespace) -> int:
         sweeps = [SweepFolder(found.path.parent) if isinstance(found, RunFolder) else found]
         root = sweeps[0].path.parent
     with Console() as console:
-        survey = Survey(root=root, keep=args.keep, verifies=args.verify, is_remote=args.remote)
+        survey = Survey(root=root, keep=args.keep, verifies=args.verify)
         survey.look(sweeps, only, console.warn)
-        if args.name is None:
-            # An active run may be reading prepared tokens, or compiling.
-            survey.items += [item for item in cached() if not survey.busy or item.kind not in CACHES]
         items = [item for item in survey.items if item.kind in kinds]
         _show(console, survey, items, kinds, lists_all=args.dry_run)
         if not items or args.dry_run:

@@ -1,9 +1,7 @@
-from .clean import CACHES as CACHES
 from .clean import KINDS as KINDS
 from .clean import Refused as Refused
 from .clean import Removable as Removable
 from .clean import Survey as Survey
-from .clean import cached as cached
 from .clean import remove_item as remove_item
 from .composer import Composer as Composer
 from .listing import RecipeRuns as RecipeRuns

@@ -1,4 +1,4 @@
-"""What `titanlab clean` may remove from a folder of runs and from titanlab's caches, with sizes; and the removal.
+"""What `titanlab clean` may remove from a folder of runs, with sizes; and the removal.
 
 Results are never touched. A checkpoint stays if `resume` or the rules of its recipe need it. A removal never goes
 outside its root and never follows a link.
@@ -13,40 +13,33 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanlab.checkpoint import (
     PART,
     ListedCheckpoint,
-    Place,
     StorePath,
     checkpoints_of,
     is_address,
     list_checkpoints,
     read_contents,
-    remove,
 )
-from titanlab.data import cache as data_cache
 from titanlab.errors import ConfigError
 from titanlab.launch import may_work
-from titanlab.records import RECORD, OutcomeKind, RunFolder, is_locked, read_optional
+from titanlab.records import RECORD, OutcomeKind, RunFolder, read_optional
 from titanlab.sweep.reconcile import ACTIVE
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system import StoreFault, read_bytes, user_path
-from titanlab.techniques.compile import cache as compile_cache
+from titanlab.system import read_bytes, user_path
 
 KINDS = {
     "checkpoints": "older than resume and the rules of checkpoint.keep need, put aside, or damaged",
     "superseded": "checkpoints, traces and tokenizers of runs that were done anew; their records stay",
     "temporary": "left by interrupted saves, submissions and removals",
     "code": "copies of the code that no unfinished run uses",
-    "data-cache": "prepared tokens; the next run on the same data makes them again",
-    "compile-cache": "compiled code; the next run compiles again",
 }
-CACHES = ("data-cache", "compile-cache")
 # Temporary names of `create_run`, `write_text`, snapshots of code, and of removals here.
 TEMPORARY = re.compile(r"\..+\.(?:part|tmp|removing)")
 # A process may still be writing a younger item.
@@ -59,13 +52,12 @@ class Removable:
 
     Attributes:
         kind: one of KINDS.
-        path: of the item; an address for remote checkpoints.
         root: the folder that must contain the path, after all links are followed.
         run: the run that must not be in use while it is removed; None: no run uses it.
     """
 
     kind: str
-    path: Place
+    path: Path
     root: Path
     bytes: int
     run: RunFolder | None = None
@@ -116,12 +108,6 @@ def remove_item(entry: Removable) -> None:
     path = entry.path
     try:
         claim = contextlib.nullcontext() if entry.run is None else entry.run.claim()
-        if isinstance(path, StorePath):
-            with claim:
-                failure = remove(path)
-            if failure is not None:
-                raise failure
-            return
         if path.is_symlink() or not is_within(path, entry.root):
             raise Refused("it is a link now, or lies elsewhere")
         away = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.removing")
@@ -139,41 +125,8 @@ def remove_item(entry: Removable) -> None:
         raise Refused(error.strerror or type(error).__name__) from None
 
 
-_DATA_FOLDERS = ("tokens", "fingerprints")
-_MAKING = ".making-"
-
-
-def cached() -> Iterator[Removable]:
-    """The contents of the caches, also files that killed processes have left there."""
-    root = compile_cache.own_folder()
-    # A user without a home folder may have no cache of data.
-    with contextlib.suppress(ConfigError):
-        root = data_cache.location()
-    for folder in (root / name for name in _DATA_FOLDERS):
-        with contextlib.suppress(OSError):
-            for path in sorted(folder.iterdir()):
-                if path.name.endswith(".lock"):
-                    continue
-                is_left = _MAKING in path.name
-                # The process that makes `NAME` holds `.NAME.lock`, and fills `.NAME.making-…`.
-                name = path.name.partition(_MAKING)[0].removeprefix(".") if is_left else path.name
-                if (is_left and not is_old(path)) or is_locked(path.with_name(f".{name}.lock")):
-                    continue
-                entry = item("temporary" if is_left else "data-cache", path, root)
-                if entry is not None:
-                    yield entry
-    for parent in dict.fromkeys((compile_cache.own_folder(), root)):
-        # In a folder for all users, others may make a folder or a link of this name.
-        with contextlib.suppress(OSError):
-            status = parent.lstat()
-            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-                entry = item("compile-cache", parent / "inductor", parent)
-                if entry is not None and entry.bytes:
-                    yield entry
-
-
 def removable(
-    run: RunFolder, place: Place, *, keep: int | None, verifies: bool, named: Collection[str] = ()
+    run: RunFolder, place: Path, *, keep: int | None, verifies: bool, named: Collection[str] = ()
 ) -> list[ListedCheckpoint]:
     """The checkpoints of a run that can go.
 
@@ -210,10 +163,9 @@ def removable(
                 break
 
     def is_named(row: ListedCheckpoint) -> bool:
-        path = place / row.name
-        text = str(path) if isinstance(path, StorePath) else str(Path(path).resolve())
-        # `load_from` may also name the run, or its folder of checkpoints; an address may end with a slash.
-        return any(f"{text}/".startswith(f"{name.rstrip('/')}/") for name in named)
+        text = str((place / row.name).resolve())
+        # `load_from` may also name the run, or its folder of checkpoints.
+        return any(f"{text}/".startswith(f"{name}/") for name in named)
 
     return [row for row in rows if row.name not in stay and row.state != "unfinished" and not is_named(row)]
 
@@ -240,7 +192,6 @@ class Survey:
     root: Path
     keep: int | None = None
     verifies: bool = False
-    is_remote: bool = False
     items: list[Removable] = field(default_factory=list)
     busy: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -292,24 +243,17 @@ class Survey:
         try:
             run.check_files()
             place = checkpoints_of(run)
-            is_remote = isinstance(place, StorePath)
-            if is_remote and not self.is_remote:
-                self.notes.append(f"{name} has its checkpoints in {place}: left alone; --remote looks there too")
-            elif isinstance(place, Path) and (place.is_symlink() or not is_within(place / "x", self.root)):
+            if isinstance(place, StorePath):
+                self.notes.append(f"{name} has its checkpoints in {place}: left alone")
+            elif place.is_symlink() or not is_within(place / "x", self.root):
                 self.notes.append(f"{name}/checkpoints is a link, and is left alone")
             else:
                 for row in removable(run, place, keep=self.keep, verifies=self.verifies, named=named):
-                    path = place / row.name
-                    if isinstance(path, Path):
-                        self._add("checkpoints", path, run)
-                    else:
-                        self.items.append(
-                            Removable(kind="checkpoints", path=path, root=self.root, bytes=row.bytes, run=run)
-                        )
-                for part in [] if isinstance(place, StorePath) else sorted(place.glob(f"step-*{PART}")):
+                    self._add("checkpoints", place / row.name, run)
+                for part in sorted(place.glob(f"step-*{PART}")):
                     if is_old(part):
                         self._add("temporary", part, run)
-        except (ConfigError, StoreFault) as error:
+        except ConfigError as error:
             self.notes.append(f"{name} is left alone: {error}")
             return
         inner = (run.path / folder_name for folder_name in _RUN_FOLDERS)
@@ -375,7 +319,7 @@ def _has_ended(run: RunFolder) -> bool:
 
 
 def starting_points(root: Path) -> frozenset[str]:
-    """Checkpoints, or folders of checkpoints, from which runs start, as real paths and addresses."""
+    """Checkpoints, or folders of checkpoints, from which runs start, as real paths."""
     named = set()
     for path in root.glob("*/*/config.yaml"):
         # The file may be another user's, with hostile text: a path with a zero byte, or a ring of links.
@@ -383,6 +327,6 @@ def starting_points(root: Path) -> frozenset[str]:
             if _STARTS.search(read_bytes(path, most_bytes=_CONFIG_BYTES)):
                 run = RunFolder(path.parent)
                 for text in (run.config().get("init_from"), run.section("checkpoint").get("load_from")):
-                    if isinstance(text, str) and text:
-                        named.add(text if is_address(text) else str(user_path(text).resolve()))
+                    if isinstance(text, str) and text and not is_address(text):
+                        named.add(str(user_path(text).resolve()))
     return frozenset(named)
