@@ -14,7 +14,6 @@ from titanlab.checkpoint import StorePath
 from titanlab.errors import ConfigError
 from titanlab.recipe import read_flags
 from titanlab.records import check_runs
-from titanlab.sweep import cached
 from titanlab.system import (
     counted,
     duration,
@@ -146,9 +145,6 @@ def test_a_user_may_have_no_home(monkeypatch):
     monkeypatch.setattr("pwd.getpwuid", _nobody)
     assert home() is None
     # Who looks into the home folder goes on without one.
-    for name in ("TITANLAB_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    assert all(item.kind != "data-cache" for item in cached())
     assert not has_key({})
     assert read_flags(["runs=~/x"]).overrides == ["runs=~/x"]
 
