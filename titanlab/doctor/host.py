@@ -76,7 +76,7 @@ def cpu_share(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> f
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
     """Shared memory, which NCCL and data readers use between processes of a host."""
     if not folder.is_dir():
-        yield warn("shared memory", f"there is no {folder}", "NCCL and data readers then use slower ways")
+        yield warn("shared memory", f"there is no {folder}", "NCCL and data readers then use slower methods")
         return
     status = os.statvfs(folder)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
