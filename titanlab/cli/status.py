@@ -166,7 +166,7 @@ def clean_verb(args: Namespace) -> int:
         raise ConfigError("--what", args.what, rule, f"choose from {', '.join(KINDS)}, all")
     shared = [kind for kind in kinds if kind in CACHES]
     if args.name is not None and not takes_all and shared:
-        rule = f"{shared[0]} is of all runs, and {args.name} is named"
+        rule = f"{shared[0]} belongs to all runs, so it cannot be removed for {args.name} alone"
         raise ConfigError("--what", args.what, rule, "leave the run or the sweep out")
     if args.keep is not None and args.keep < 1:
         raise ConfigError("--keep", args.keep, "must be at least 1", "resume needs the newest checkpoint")
@@ -209,7 +209,7 @@ def _show(
         lines = aligned(headings, [*rows, ["", str(len(items)), total, ""]], right=headings[1:3])
     else:
         is_missing = not os.path.lexists(survey.root)
-        lines = ["nothing is to be removed" + (f": there is no folder {survey.root}" if is_missing else "")]
+        lines = ["there is nothing to remove" + (f": there is no folder {survey.root}" if is_missing else "")]
     largest = sorted(items, key=lambda item: -item.bytes)
     shown = largest if lists_all else largest[:_LARGEST]
     lines += [f"  {data_size(item.bytes):>9}  {shown_path(item.path)}" for item in shown]
@@ -222,7 +222,7 @@ def _show(
     lines += survey.notes
     if survey.busy:
         names = ", ".join(survey.busy[:5]) + (" …" if len(survey.busy) > 5 else "")
-        lines.append(f"{counted(len(survey.busy), 'run')} at work or in a queue left alone: {names}")
+        lines.append(f"{counted(len(survey.busy), 'run')} at work or in a queue, left alone: {names}")
     console.note("\n".join(lines))
 
 

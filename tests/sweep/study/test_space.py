@@ -58,14 +58,14 @@ def test_the_points_of_a_space(space, points):
         ({"list": []}, "space.list", "has no point"),
         ({"product": {"a": []}}, "space.product.a", "has no value"),
         ({"product": {"a": "x"}}, "space.product.a", "must be a list of values; write a: [x]"),
-        ({"product": {"a": [1, 2, 1]}}, "space.product.a", "is there twice"),
+        ({"product": {"a": [1, 2, 1]}}, "space.product.a", "occurs twice"),
         ({"product": {3: [1]}}, "space.product", "is not a key of a recipe"),
         ({"list": [3]}, "space.list[0]", "is neither a space nor a mapping of keys; write {key: value}"),
         ({"product": ["a"]}, "space.product[0]", "write {key: [values]}"),
         ({"product": [{"a": [1]}, {"a": [2]}]}, "space.product", "a: is set by two parts of one point"[3:]),
         ({"zip": {"a": [1, 2], "b": [1, 2, 3]}}, "space.zip", "pairs a, which has 2 values, with b, which has 3"),
-        ({"zip": {"a": [1, 1], "b": [2, 2]}}, "space", "a=1, b=2: is there twice"),
-        ({"list": [{"a": 1, "b": 2}, {"b": 2, "a": 1}]}, "space", "is there twice"),
+        ({"zip": {"a": [1, 1], "b": [2, 2]}}, "space", "a=1, b=2: occurs twice"),
+        ({"list": [{"a": 1, "b": 2}, {"b": 2, "a": 1}]}, "space", "occurs twice"),
         ({"product": {str(key): list(range(20)) for key in range(4)}}, "space", f"are more points than {LIMIT}"),
         ({"product": {str(key): list(range(1000)) for key in range(60)}}, "space", f"are more points than {LIMIT}"),
         ({"zip": {"a": list(range(LIMIT + 1))}}, "space", f"are more points than {LIMIT}"),
@@ -296,5 +296,5 @@ def test_a_step_of_a_stack_keeps_the_values_of_the_steps_before_it():
     assert list(stack_steps(space).values()) == [0, 1, 2, 3]
     assert stack_steps({"list": [{}, {"ac": "full"}]}) == {}
     assert expand({"product": [space, {"seed": [1, 2]}]})[-1] == {"compile": "off", "precision": "bf16", "seed": 2}
-    with pytest.raises(ConfigError, match="is there twice"):
+    with pytest.raises(ConfigError, match="occurs twice"):
         expand({"stack": [{"ac": "full"}, {"ac": "full"}]})
