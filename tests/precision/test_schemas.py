@@ -28,7 +28,7 @@ INF, NAN = float("inf"), float("nan")
 
 # Fields; how the line begins; other values of them, which the line names and which are taken.
 FIELDS = [
-    (Fp32, {"reduce": "bf16"}, "precision.reduce=bf16: fp32 is what", {"reduce": "fp32"}),
+    (Fp32, {"reduce": "bf16"}, "precision.reduce=bf16: fp32 is the reference", {"reduce": "fp32"}),
     (Bf16, {"reduce": ""}, "precision.reduce=: is not a dtype", {"reduce": "bf16"}),
     (Bf16, {"reduce": "fp16"}, "precision.reduce=fp16: is not a dtype that bf16 gradients", {"reduce": "fp32"}),
     (Bf16Full, {"reduce": "fp8"}, "precision.reduce=fp8: is not a dtype that bf16 gradients", {"reduce": "bf16"}),

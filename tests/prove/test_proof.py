@@ -327,7 +327,7 @@ def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
     [
         ("", "is not JSON"),
         ("{", "is not JSON"),
-        ("[]", "no object"),
+        ("[]", "not an object"),
         ('{"schema": 2, "rows": []}', "reads schema 1"),
         ('{"schema": "1", "rows": []}', "schema"),
         ('{"schema": 1, "time": 3, "rows": []}', "time"),
