@@ -88,8 +88,8 @@ REFUSED = {
     "": "is not an address",
     "/tmp/checkpoints": "is not an address",
     "s3:/bucket": "is not an address",
-    "file:///tmp/checkpoints": "is of this host",
-    "LOCAL://checkpoints": "is of this host",
+    "file:///tmp/checkpoints": "is an address on this host",
+    "LOCAL://checkpoints": "is an address on this host",
     "https://host/folder": "takes no checkpoints",
     "filecache::s3://bucket": "is not an address|takes no checkpoints",
     "zip://a.zip::s3://bucket": "takes no checkpoints",
@@ -145,7 +145,5 @@ def test_the_page_and_the_refusals_say_which_stores_are_tested():
 
 def test_a_store_of_one_process_is_refused():
     """A run there was done, and had no checkpoint."""
-    with pytest.raises(
-        ConfigError, match="memory://bucket: is a store that each process has for itself: .*leave it out"
-    ):
+    with pytest.raises(ConfigError, match="memory://bucket: is a store inside each process: .*leave it out"):
         check_installed("checkpoint.folder", "memory://bucket")

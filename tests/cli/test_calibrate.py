@@ -43,7 +43,7 @@ def test_a_sweep_becomes_a_cluster_that_a_plan_takes(plan, sweep, capsys):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0].startswith("layouts: 6 recipes in 6 runs on cpu, ")
-    assert lines[1] == "6 of them made by other code than is here now"
+    assert lines[1] == "6 of the runs ran other code than the present"
     assert lines[2].startswith("left out 1: has not begun (waits-")
     path = sweep.folder.path / "cluster" / "layouts.yaml"
     assert lines[-2] == f"cluster file: {path}"

@@ -81,7 +81,7 @@ def test_a_run_that_is_done_keeps_its_newest_and_all_its_records(run, call):
     assert out.splitlines()[-1].startswith("removed 3 items, ")
     assert steps(run) == ["8"]
     assert before == records()
-    assert call("--yes")[1].startswith("nothing is to be removed")
+    assert call("--yes")[1].startswith("there is nothing to remove")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_run_at_work_is_left_alone(run, call):
     with run.claim():
         code, out, _ = call("--yes")
     assert (code, steps(run)) == (0, ["2", "4", "6", "8"])
-    assert f"1 run at work or in a queue left alone: single/{run.path.name}" in out
+    assert f"1 run at work or in a queue, left alone: single/{run.path.name}" in out
     run.write_status(Status(state="running", attempt=1, host="another"))
     (run.path / "result.json").unlink()
     call("--yes")
@@ -299,6 +299,6 @@ def test_ctrl_c_says_what_is_removed_and_the_same_command_removes_the_rest(run, 
 
 def test_an_empty_folder_of_runs(call, tmp_path):
     line = call("--yes", "--what", "checkpoints")[1].splitlines()[0]
-    assert line == f"nothing is to be removed: there is no folder {tmp_path / 'runs'}"
+    assert line == f"there is nothing to remove: there is no folder {tmp_path / 'runs'}"
     (tmp_path / "runs").mkdir()
-    assert call("--yes")[1].splitlines()[0] == "nothing is to be removed"
+    assert call("--yes")[1].splitlines()[0] == "there is nothing to remove"

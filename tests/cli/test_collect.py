@@ -70,7 +70,10 @@ def test_what_a_tracker_lacks_and_how_a_control_drifts_are_said(made, shown):
         end(run, metrics={**SUMMARY, meter.TOKENS_PER_SECOND: speed})
     made.write()
     out = shown("layouts")
-    assert f"  {lacking.path.name}: tensorboard: lacks 3 rows, for it could not keep up; titanlab sync " in out
+    assert (
+        f"  {lacking.path.name}: tensorboard: lacks 3 rows, because the tracker could not keep up; titanlab sync "
+        in out
+    )
     assert "  Drift: the control's tokens/s per device went 10.0% down in 1:00 (2 runs)" in out
 
 

@@ -40,7 +40,7 @@ DAMAGE = {
     "identity torn": ("identity.json", '{"schema": 1, "sha', "run=", "is not JSON"),
     "status torn": ("status.json", '{"state": "run', "run=", "remove that file: it is written anew"),
     "status empty": ("status.json", "", "run=", "remove that file"),
-    "status a list": ("status.json", "[1]", "run=", "holds list and no object"),
+    "status a list": ("status.json", "[1]", "run=", "holds list, not an object"),
     "status of other types": (
         "status.json",
         {"step": "x"},
@@ -173,7 +173,9 @@ def test_whoever_may_only_read_is_shown_all_and_told_what_cannot_be_noted(others
     assert bad.path.name in done.stdout
     assert good.path.name in done.stdout
     assert done.stderr.count("\n") == 1
-    assert f"1 run ended without a result, and none can be noted: {good.path.name} cannot be written" in done.stderr
+    assert (
+        f"1 run ended without a result, and no result can be written: {good.path.name} cannot be written" in done.stderr
+    )
     assert not (good.path / "result.json").exists()
 
 
@@ -183,7 +185,7 @@ def test_whoever_may_only_read_is_shown_all_and_told_what_cannot_be_noted(others
 def test_what_must_write_says_in_a_line_that_it_cannot(others, verb):
     done = as_another(*verb.split())
     assert done.returncode == 2, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "none can be noted" not in line]
+    lines = [line for line in done.stderr.splitlines() if "no result can be written" not in line]
     assert len(lines) == 1
     assert "cannot be written (" in lines[0]
     assert "Permission denied" in lines[0]

@@ -43,7 +43,7 @@ hydra/sweeper=spac ⇒ hydra/sweeper=spac: is not an option of this group; try s
 hydra.launcher.timeout_min=9 ⇒ hydra.launcher.timeout_min=9: is not a key here: titanlab uses no launcher of Hydra; the group launch has these settings: launch=slurm launch.minutes=… (docs/clusters.md)
 name=${hydra:job.override_dirname} ⇒ name=${hydra:job.override_dirname}: refers to itself; leave it out: runs of a sweep are named by what they vary
 hydra.foo=1 ⇒ hydra.foo=1: is not a key of Hydra; see `titanlab train --cfg hydra`
-model.kind=gpt ⇒ model.kind=gpt: says which schema the group has, and it has that of llama; leave it out, and choose with model=…
+model.kind=gpt ⇒ model.kind=gpt: must name the schema of the group, which is llama; leave it out, and choose with model=…
 training.steps=abc ⇒ training.steps=abc: must be a whole number; try 1000
 training.steps=null ⇒ training.steps=null: must be a whole number; try 1000
 world=1.0 ⇒ world=1.0: must be a whole number or null; try null
@@ -62,7 +62,7 @@ training.steps=[1 ⇒ training.steps=[1: cannot be read as an override; quote it
 training.steps=100,200 ⇒ training.steps=100,200: is several values; add -m to run them all; a list is [100,200]
 ~model ⇒ model=???: has no value; give model=…
 ~training.steps ⇒ training.steps=: cannot be taken out; give it a value: training.steps=…
-~nope ⇒ ~nope=: takes out what is not there; see `titanlab train --cfg job` for all keys
+~nope ⇒ ~nope=: removes a key or group that this recipe does not have; see `titanlab train --cfg job` for all keys
 +training.steps=300 ⇒ +training.steps=300: is in the recipe already; try training.steps=300
 =3 ⇒ arguments=3: is not an option of a group; `titanlab train --help` lists them
 'training.steps=${nope}' ⇒ training.steps=${nope}: Interpolation key 'nope' not found; name a key as in ${model.dim}, or a resolver
@@ -77,8 +77,8 @@ training.steps=100,200 ⇒ training.steps=100,200: is several values; add -m to 
 --config-name nope ⇒ --config-name=nope: there is no such config; leave it out, or give --config-dir too
 --config-dir nope ⇒ --config-dir=nope: is not a folder; give a folder of groups
 --config-path nope ⇒ --config-path=nope: is not a folder of configs; leave it out, or use --config-dir
--m 'training.steps=interval(1,3)' ⇒ training.steps=interval(1,3): has no end of values; list some: training.steps=0.1,0.2, or range(start,stop,step)
--m hydra.job.name=a,b ⇒ hydra.job.name=a,b: is Hydra's own, which is one for all points; give one value
+-m 'training.steps=interval(1,3)' ⇒ training.steps=interval(1,3): has infinitely many values; list some: training.steps=0.1,0.2, or range(start,stop,step)
+-m hydra.job.name=a,b ⇒ hydra.job.name=a,b: is Hydra's own, with one value for all points; give one value
 name=a/b ⇒ name=a/b: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try a-b
 sweep=.. ⇒ sweep=..: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try run
 name=xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx ⇒ name=xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx: becomes a folder's name: up to 100 letters, digits, '.', '_' and '-'; try xxxxxxxxxxxxxxxxxx…
@@ -108,7 +108,7 @@ tracker=wandb tracker.finish_seconds=inf ⇒ tracker.finish_seconds=inf: must be
 model.norm_eps=0 ⇒ model.norm_eps=0.0: must lie between 0 and 1; try 1e-5
 model.rope_theta=1 ⇒ model.rope_theta=1.0: must be above 1; try 10000 (Llama 2) or 500000 (Llama 3)
 model.attention=fast ⇒ model.attention=fast: no such choice; choose one of auto, flash, cudnn, efficient, math, flash3, flash_attn
-recipe=quickstart ⇒ recipe=quickstart: is of a group that is not in every recipe; try +recipe=quickstart
+recipe=quickstart ⇒ recipe=quickstart: names a group that not every recipe has; try +recipe=quickstart
 model.heads=3 ⇒ model.heads=3: must divide dim=64 into heads of even width; try 2 or 4
 model.kv_heads=3 ⇒ model.kv_heads=3: must divide 4 query heads; try 2 or 4
 model.dim=65 ⇒ model.dim=65: must be even: heads are turned in pairs; try 256
@@ -122,13 +122,13 @@ training.microbatch=3 ⇒ training.microbatch=3: must divide the 8 sequences tha
 model.dim=1000000000 ⇒ model.dim=1000000000: makes a model of 6.0e+18 parameters, more bytes than there are addresses; give a smaller number
 world=1000000000 parallelism=ddp training.global_batch=1000000000 ⇒ world=1000000000: a layout has at most 1,000,000 processes; give fewer, by smaller degrees of parallelism
 parallelism.pipeline=1000000 ⇒ parallelism.pipeline=1000000: 1f1b makes 1000000 stages of it, more than the 2 blocks of the model; try parallelism.pipeline=1 or 2, or a model of more blocks
-parallelism.pipeline=2 training.global_batch=2000000000 ⇒ parallelism.pipeline=2: makes 2,000,000,000 microbatches of a step, in 2 stages: more than a schedule is made for; give a smaller training.global_batch, or a larger training.microbatch
+parallelism.pipeline=2 training.global_batch=2000000000 ⇒ parallelism.pipeline=2: makes 2,000,000,000 microbatches of a step, in 2 stages: too many for a schedule; give a smaller training.global_batch, or a larger training.microbatch
 training.steps=100 optimizer.schedule.warmup_steps=200 ⇒ optimizer.schedule.warmup_steps=200: is more than the 100 steps of the run; try 10
 data.vocab_size=5000 ⇒ model.vocab_size=2048: is smaller than the 5000 tokens of the data's vocabulary; try model.vocab_size=5000
 parallelism.pipeline=2 model.layers=4 schedule=zbv parallelism.reduce_gradients=each ⇒ parallelism.reduce_gradients=each: needs gradients block by block, and zbv computes those of a stage at once; try last, or schedule=1f1b
 parallelism.reduce_gradients=first ⇒ parallelism.reduce_gradients=first: no such choice; choose one of auto, each, last
 parallelism.cpu_offload=true ⇒ parallelism.cpu_offload=true: moves sharded parameters, and nothing is sharded; try parallelism.shard=2
-parallelism=fsdp ⇒ parallelism.shard=-1: says 'the rest' of a world whose size is not given; try world=2, or parallelism.shard=2
+parallelism=fsdp ⇒ parallelism.shard=-1: stands for the rest of the world, whose size is not given; try world=2, or parallelism.shard=2
 parallelism=fsdp world=3 ⇒ training.global_batch=8: must be a multiple of the 3 data-parallel processes; try 9
 parallelism=hsdp world=3 ⇒ world=3: the other degrees make 2, which does not divide it; try world=2
 parallelism.shard=-1 parallelism.replicate=-1 world=4 ⇒ parallelism.replicate=-1: only one degree may be -1, and parallelism.shard is too; try parallelism.shard=1
@@ -156,7 +156,7 @@ data=tokens ⇒ data.folder=: names no folder; make one with `titanlab tokenize`
 data=tokens data.folder=empty ⇒ data.folder=empty: has no index.json; make the folder with `titanlab tokenize`
 data=tokens data.folder=torn-tokens ⇒ data.folder=torn-tokens/train-00000.bin: has 6 bytes, not 2000, so it is not what index.json describes; make the folder again
 data=hf data.path=json ⇒ data.data_files=[]: path=json needs files; try 'data.data_files=[corpus/*.jsonl]'
---config-dir conf model=bare ⇒ model=bare: is made without a schema of this group; begin its YAML with defaults: [llama_schema, _self_] or [mixtral_schema, _self_] or [qwen3_schema, _self_] or [qwen3_moe_schema, _self_]
+--config-dir conf model=bare ⇒ model=bare: has no schema of this group; begin its YAML with defaults: [llama_schema, _self_] or [mixtral_schema, _self_] or [qwen3_schema, _self_] or [qwen3_moe_schema, _self_]
 --config-dir conf model=extra ⇒ model.foo=: is not a key of this recipe, and model/extra.yaml sets it; keys of model: dim, layers, heads, kv_heads, ffn_dim, vocab_size, norm_eps,…
 --config-dir conf model=torn ⇒ file=conf/model/torn.yaml:2: is not YAML (…); mend that line
 --config-dir conf model=lost ⇒ model=nope_schema: there is no such config, which model/lost names; mend model/lost.yaml
@@ -170,7 +170,7 @@ checkpoint.load_from=saved training.steps=300 ⇒ training.steps=300: the checkp
 -m training.steps=300,0,200 ⇒ training.steps=0: must be at least 1; try 1000
 -m training.global_batch=8,6 parallelism=fsdp world=4 ⇒ training.global_batch=6: must be a multiple of the 4 data-parallel processes; try 8
 -m runs=a-file seed=0,1 ⇒ runs=a-file: cannot be written (a-file is not a folder); give a folder of yours: try runs=~/runs
--m runs=runs,runs2 ⇒ runs=runs,runs2: is one for the whole sweep; give one value, outside the space
+-m runs=runs,runs2 ⇒ runs=runs,runs2: must have one value for the whole sweep; give one value, outside the space
 parallelism.shard=2 parallelism.tensor=2 world=3 ⇒ world=3: the degrees make 4 (shard 2 × tensor 2); try world=4, or a degree of -1 for the rest
 parallelism.expert=2 ⇒ parallelism.expert=2: the model has no experts; try parallelism.expert=1
 parallelism.tensor=3 ⇒ parallelism.tensor=3: must divide 4 attention heads; try parallelism.tensor=1 or 2
@@ -199,7 +199,7 @@ parallelism.pipeline=2 parallelism.split=2 ⇒ parallelism.split=2: must be a li
 parallelism.pipeline=2 model.layers=4 schedule=zero_bubble ⇒ schedule=zero_bubble: is not an option of this group; try interleaved_zero_bubble; known: 1f1b, csv, dualpipe_v, gpipe, interleaved_1f1b, interleaved_…
 parallelism.pipeline=2 model.layers=4 schedule=1f1b schedule.stages_per_rank=2 ⇒ schedule.stages_per_rank=2: is not a key of this recipe; it belongs to another schedule: try schedule=dualpipe_v
 parallelism.pipeline=2 model.layers=4 schedule=interleaved_1f1b schedule.stages_per_rank=0 ⇒ schedule.stages_per_rank=0: every rank has at least one stage; try 2
-parallelism.pipeline=2 model.layers=4 schedule=zbv schedule.stages_per_rank=3 ⇒ schedule.stages_per_rank=3: stages go through the ranks there and back, two a rank; try 2, or schedule=interleaved_zero_bubble
+parallelism.pipeline=2 model.layers=4 schedule=zbv schedule.stages_per_rank=3 ⇒ schedule.stages_per_rank=3: stages go down the ranks and back up, so each rank has two; try 2, or schedule=interleaved_zero_bubble
 parallelism.pipeline=2 model.layers=4 schedule=dualpipe_v training.microbatch=4 ⇒ schedule=dualpipe_v: needs at least 4 microbatches, one for each of its stages, and a step has 2; try schedule=zbv, or training.global_batch times 2
 parallelism.pipeline=2 model.layers=4 schedule=csv ⇒ schedule.file=: names no file; write one with `titanlab schedule 1f1b --csv my.csv`: schedule.file=my.csv
 parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=nope.csv ⇒ schedule.file=nope.csv: cannot be read (No such file or directory); give a CSV, say of `titanlab schedule 1f1b --csv my.csv`
@@ -224,8 +224,8 @@ model=llama_2m tracker=[] ⇒ tracker=[]: is not a list of options; known: jsonl
 model=llama_2m tracker=[wandb,wandb] ⇒ tracker=[wandb,wandb]: names wandb twice; name each option once
 model=llama_2m tracker=[wandb,tensorboard] tracker.project=x ⇒ tracker.project=x: is a key of one of the chosen options, wandb; try tracker.wandb.project=x
 model=llama_2m tracker=[wandb,tensorboard] tracker.wandb.projct=x ⇒ tracker.wandb.projct=x: is not a key of this recipe; did you mean tracker.wandb.project?
-model=llama_2m tracker=[wandb,tensorboard] tracker.kind=wandb ⇒ tracker.kind=wandb: says which schema the group has, and it has that of wandb+tensorboard; leave it out, and choose with tracker=…
-model=llama_2m tracker=[wandb,tensorboard] tracker.wandb=3 ⇒ tracker=wandb: is made without a schema of this group; begin its YAML with defaults: [tensorboard_schema, _self_] or [wandb_schema, _self_] or [jsonl_schema, _self_]
+model=llama_2m tracker=[wandb,tensorboard] tracker.kind=wandb ⇒ tracker.kind=wandb: must name the schema of the group, which is wandb+tensorboard; leave it out, and choose with tracker=…
+model=llama_2m tracker=[wandb,tensorboard] tracker.wandb=3 ⇒ tracker=wandb: has no schema of this group; begin its YAML with defaults: [tensorboard_schema, _self_] or [wandb_schema, _self_] or [jsonl_schema, _self_]
 model=llama_2m -m tracker=[wandb,nope],jsonl ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb
 model=llama_2m precision=[bf16,fp32] ⇒ precision=[bf16,fp32]: is two options of different schemas; name one of them
 -sc install=bash ⇒ --shell-completion=data=synthetic install=bash: would replace the completion of all verbs; try eval "$(titanlab completion bash)"
@@ -268,7 +268,7 @@ hydra.searchpath=[hidden] ⇒ model=debug: hidden/model/debug.yaml is never read
 'optimizer.schedule={nope:1}' ⇒ optimizer.schedule={nope:1}: has nope, which is not a key of this recipe; keys of optimizer.schedule: warmup_steps, decay_fraction, decay, floor
 name='${nope:1}' ⇒ name=${nope:1}: Unsupported interpolation type nope; name a key as in ${model.dim}, or a resolver
 optimizer.zzz=3 ⇒ optimizer.zzz=3: is not a key of this recipe; keys of optimizer: lr, schedule, betas, eps, weight_decay, rounding, block_size…
-tracker.wandb.project=3 ⇒ tracker.wandb.project=3: is a key only where a list of options is chosen that has wandb; with tracker=wandb alone, write tracker.project=3
+tracker.wandb.project=3 ⇒ tracker.wandb.project=3: is a key only if tracker is a list of options that contains wandb; with tracker=wandb alone, write tracker.project=3
 tracker.wandb.zzz=1 ⇒ tracker.wandb.zzz=1: is not a key of this recipe; keys of tracker.wandb: kind, mode, project, entity, group, tags, finish_seconds, qu…
 model.experts=4 ⇒ model.experts=4: is not a key of this recipe; it belongs to another model: try model=mixtral
 steps=3 ⇒ steps=3: is not a key of this recipe; did you mean profiler.steps or training.steps?
@@ -280,7 +280,7 @@ name='${oc.decode:"{a: 1}"}' ⇒ name=${oc.decode:"{a: 1}"}: cannot be read as a
 name='${oc.create:{a: 1}}' ⇒ name=${oc.create:{a: 1}}: cannot be read as an override; quote it: "name='${oc.create:{a: 1}}'"
 a=b=c( ⇒ a=b=c(: cannot be read as an override; quote it: "a='b=c('"
 name='???' ⇒ name=???: has no value; give name=…
-data.document_mask=true model=llama_2m model.attention=cudnn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=cudnn: has no form for documents with context=1, and data.document_mask is on; try auto
+data.document_mask=true model=llama_2m model.attention=cudnn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=cudnn: cannot mask documents with context=1, and data.document_mask is on; try auto
 launch=slurm cluster=h100 model.attention=flash ⇒ model.attention=flash: computes in 16 bits only on a GPU; try precision=bf16, or auto
 launch=slurm cluster=h100 model.attention=flash3 precision=bf16 ⇒ model.attention=flash3: is a kernel of the package flash_attn_interface, which is not installed; install FlashAttention 3 (its folder `hopper`), or try auto
 launch=slurm cluster=b200 model.attention=flash3 precision=bf16 ⇒ model.attention=flash3: is a kernel of Hopper (compute capability 9.0), and this device has 10.0; try auto
@@ -290,9 +290,9 @@ launch=slurm cluster=h100 parallelism.tensor=2 parallelism.async_tensor=true com
 launch=slurm cluster=h100 parallelism.tensor=2 parallelism.async_tensor=true compile=block parallelism.sequence_parallel=false ⇒ parallelism.async_tensor=true: interleaves gathers and scatters of sequences, and sequence_parallel=false has none; try parallelism.sequence_parallel=true
 launch=slurm cluster=h100 parallelism.replicate=2 parallelism.symmetric_memory=true ⇒ parallelism.symmetric_memory=true: is memory in which FSDP2 gathers, and nothing is sharded; try false
 launch=slurm cluster=h100 parallelism.shard=2 parallelism.symmetric_memory=true parallelism.cpu_offload=true ⇒ parallelism.symmetric_memory=true: has not been tried with parameters in host memory; try false, or parallelism.cpu_offload=false
-launch=slurm cluster=h100 parallelism.shard=2 parallelism.tensor=2 compile=block parallelism.symmetric_memory=true parallelism.async_tensor=true ⇒ parallelism.symmetric_memory=true: is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process; try false, or parallelism.async_tensor=false
+launch=slurm cluster=h100 parallelism.shard=2 parallelism.tensor=2 compile=block parallelism.symmetric_memory=true parallelism.async_tensor=true ⇒ parallelism.symmetric_memory=true: uses NCCL's symmetric memory, AsyncTP needs CUDA's, and torch allows only one of them in a process; try false, or parallelism.async_tensor=false
 parallelism.context=2 model.attention=flash_attn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=flash_attn: is not a kernel of torch, which context=2 needs; try auto or flash
-model=mixtral_debug parallelism.expert=0 ⇒ parallelism.expert=0: a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing; try 1
+model=mixtral_debug parallelism.expert=0 ⇒ parallelism.expert=0: must be at least 1: the world is the product of the other degrees, so this one cannot follow from it; try 1
 model=mixtral_debug parallelism.expert=2 ⇒ parallelism.expert=2: must divide the 1 processes of shard · context · tensor; try parallelism.expert=1
 model=mixtral_debug parallelism.expert=3 parallelism.shard=3 training.global_batch=9 ⇒ parallelism.expert=3: must divide the 4 experts; try parallelism.expert=1
 model=mixtral_debug parallelism.expert=2 parallelism.tensor=2 parallelism.sequence_parallel=false ⇒ parallelism.expert=2: needs tokens that are divided among the processes of the tensor axis, and sequence_parallel=false; try parallelism.sequence_parallel=true
@@ -364,7 +364,7 @@ toy optimizer.lr=1 ⇒ optimizer.lr=1: is not to be changed in a run that has be
 toy checkpoint.load_from=x ⇒ checkpoint.load_from=x: is not to be changed in a run that has begun; a new run from its checkpoint: titanlab train --from runs/single/toy-******** checkpoint.load_from=x; changeable: data.files, data…
 toy training.microbatches=2 ⇒ training.microbatches=2: is not to be changed in a run that has begun; a new run from its checkpoint: titanlab train --from runs/single/toy-******** training.microbatches=2; changeable: data.files, da…
 toy parallelism=fspd ⇒ parallelism=fspd: is not an option of this group; try fsdp; known: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_cp, fsdp_t…
-toy checkpoint=sync ⇒ checkpoint=sync: is another preset, and a run that has begun has values; give keys of checkpoint
+toy checkpoint=sync ⇒ checkpoint=sync: chooses a preset, which is not possible in a run that has begun; give keys of checkpoint
 toy tracker=[wandb,nope] ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb
 toy hello ⇒ overrides=hello: is not an override; write key=value
 toy world=x ⇒ world=x: must be a whole number or null; try null
@@ -380,7 +380,7 @@ over --step 3 ⇒ checkpoint=runs/single/over-********/checkpoints/step-********
     "schedule": r"""
 ⇒ arguments=: the following arguments are required: kind; see `titanlab schedule --help`
 1f1 ⇒ schedule=1f1: there is no such schedule; try 1f1b; known: 1f1b, csv, dualpipe_v, gpipe, interleaved_1f1b, interleaved_…
-zbv --stages-per-rank 3 ⇒ --stages-per-rank=3: stages go through the ranks there and back, two a rank; try 2, or titanlab schedule interleaved_zero_bubble
+zbv --stages-per-rank 3 ⇒ --stages-per-rank=3: stages go down the ranks and back up, so each rank has two; try 2, or titanlab schedule interleaved_zero_bubble
 looped_bfs --stages-per-rank 0 ⇒ --stages-per-rank=0: must be at least 1; try 2
 gpipe --stages-per-rank 2 ⇒ --stages-per-rank=2: gpipe has one stage a rank; leave it out, or try titanlab schedule interleaved_1f1b
 zbv --ranks 0 ⇒ --ranks=0: must be at least 1; try 4
@@ -422,12 +422,12 @@ nope --into out ⇒ run=nope: fits no run under runs; try single/…
 """,
     "retry": r"""
 layouts --outcome oom --all-failed ⇒ --outcome=oom: is included in --all-failed; leave one of the two out
-layouts --outcome , ⇒ arguments=: do not say which runs; try --outcome hang,node_fail, --all-failed or --stale, or name runs
+layouts --outcome , ⇒ arguments=: do not say which runs to retry; try --outcome hang,node_fail, --all-failed or --stale, or name runs
 layouts --outcome oom,fire ⇒ --outcome=fire: is not an outcome; known: oom, hang, nan, crash, preempted, walltime, node_fail, cance…
 layouts nonesuch ⇒ run=nonesuch: fits no run of sweep layouts; try new-********
 layouts --outcome done ⇒ --outcome=done: is done…
 layouts --outcome oom precision=bf16 ⇒ precision=bf16: is not to be changed in a run that has begun; changeable: launch, cluster.per_node…
-layouts --outcome oom launch.kind=slurm ⇒ launch.kind=slurm: would be another launcher…
+layouts --outcome oom launch.kind=slurm ⇒ launch.kind=slurm: cannot be changed for a sweep's runs…
 layouts --outcome oom launch.at_once=soon ⇒ launch.at_once=soon: …
 """,
     "best": r"""
@@ -488,7 +488,7 @@ cluster=cpu --out cluster/a.yaml ⇒ --out=cluster/a.yaml: belongs to --calibrat
 cluster=cpu --runs runs ⇒ --runs=runs: belongs to --calibrate; leave it out, or add --calibrate SWEEP
 --calibrate layouts --out cores.yaml ⇒ --out=cores.yaml: must lie in a folder named cluster, so that --config-dir finds it; try cluster/cores.yaml
 --calibrate layouts --out cluster/cores.json ⇒ --out=cluster/cores.json: is not the name of a cluster file; try cluster/mine.yaml
---calibrate layouts --out cluster/h100.yaml ⇒ --out=cluster/h100.yaml: has the name of a cluster that titanlab brings, and cluster=h100 would mean that one; try cluster/my_h100.yaml
+--calibrate layouts --out cluster/h100.yaml ⇒ --out=cluster/h100.yaml: has the name of a cluster that comes with titanlab, and cluster=h100 would choose that one; try cluster/my_h100.yaml
 --calibrate layouts --out /proc/cluster/cores.yaml ⇒ --out=/proc/cluster/cores.yaml: cannot be written: No such file or directory; choose another folder, or make room
 --calibrate layouts --out conf/cluster/own.yaml ⇒ --out=conf/cluster/own.yaml: is a file that titanlab has not written; give another name
 --calibrate layouts --top 3 ⇒ --calibrate=layouts: makes no plan, and --top is about one; leave it out
@@ -565,10 +565,9 @@ good --into a-file/x ⇒ --into=a-file/x: cannot be made (a-file is not a folder
 good --attempt 4 ⇒ --attempt=4: the run has no such attempt; known: 1; try --attempt 1
 """,
     "clean": r"""
---what everything ⇒ --what=everything: everything is not a kind; choose from checkpoints, superseded, temporary, code, data-cache, compile-cache, all
+--what everything ⇒ --what=everything: everything is not a kind; choose from checkpoints, superseded, temporary, code, all
 --keep 0 ⇒ --keep=0: must be at least 1; resume needs the newest checkpoint
 nothing ⇒ name=nothing: is neither a run nor a sweep under runs; try single/…
-bad --what temporary,data-cache ⇒ --what=temporary,data-cache: data-cache is of all runs, and bad is named; leave the run or the sweep out
 --runs a-file ⇒ --runs=a-file: is not a folder; name the folder of runs
 """,
     "sweep": r"""
@@ -577,18 +576,18 @@ bad --what temporary,data-cache ⇒ --what=temporary,data-cache: data-cache is o
 --config-dir hidden seed=1,2 ⇒ model=debug: hidden/model/debug.yaml is never read: …/conf has an option of that name; …
 seed=1,2 ++seed=3,4 ⇒ seed=3,4: is swept twice; …
 seed=1,2 seed=7 ⇒ seed=7: is one value for all points…
-seed=1,1 ⇒ space.product.seed=1: is there twice; …
+seed=1,1 ⇒ space.product.seed=1: occurs twice; …
 seed=1,1.0 ⇒ seed=1.0: must be a whole number; …
-seed=range(0,10,nan) ⇒ seed=range(0,10,nan): has no end of values, or none at all; …
+seed=range(0,10,nan) ⇒ seed=range(0,10,nan): has infinitely many values, or none; …
 seed=glob(*) ⇒ seed=glob(*): fits no value; …
 "=1,2" ⇒ space.product=: is not a key of a recipe; …
 training.steps.x=1,2 ⇒ training.steps.x=1,2: is not a key of this recipe; did you mean training.steps?
-sweeps=a,b ⇒ sweeps=a,b: is one for the whole sweep; …
+sweeps=a,b ⇒ sweeps=a,b: must have one value for the whole sweep; …
 optimizer.schedule=3,4 ⇒ optimizer.schedule=3: has keys of its own; …
 hydra/sweeper=space seed=1,2 hydra.sweeper.repeats=true ⇒ repeats=true: must be a whole number, at least 1; …
 hydra/sweeper=space seed=1,2 hydra.sweeper.repeats=1001 ⇒ repeats=1001: is more than 1000; …
 hydra/sweeper=space seed=1,2 hydra.sweeper.where=[null] ⇒ where=null: is not a condition; …
-seed=1,2 hydra.sweeper=null ⇒ hydra.sweeper=null: takes away what titanlab reads a sweep with; …
+seed=1,2 hydra.sweeper=null ⇒ hydra.sweeper=null: removes a part of Hydra that titanlab needs for sweeps; …
 seed=1,2 ~hydra.launcher._target_ ⇒ hydra.launcher._target_=: would run the points by itself…
 seed=1 --wait --dry-run ⇒ --dry-run=true: submits nothing to wait for (--wait); leave one out
 seed=0,1 --keep --prune ⇒ --prune=true: excludes --keep; leave one out

@@ -88,7 +88,7 @@ def test_a_dry_run_without_an_answer_of_slurm_says_so_and_plans(command, sweep, 
     said = command(arguments)
     problem = f"the scheduler does not answer: SLURM_CONF={config} is not a readable file"
     assert (said.code, said.err) == (0, "")
-    assert said.out.splitlines()[-2].startswith(f"{problem}; nothing of this plan was held against it")
+    assert said.out.splitlines()[-2].startswith(f"{problem}; this plan was not compared with the scheduler's jobs")
     assert "2 to submit" in said.out
     assert json.loads(command([*arguments, "--json"]).out)["problem"] == problem
 

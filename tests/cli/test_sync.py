@@ -60,7 +60,7 @@ def test_runs_and_sweeps_are_uploaded_once(made, say, uploads):
     assert uploads[0] == [one]
     assert say("sync", "layouts", first.path.name)[0] == 0
     assert uploads[0] == [one, two]
-    assert say("sync", "layouts") == (0, "nothing is to be uploaded\n", "")
+    assert say("sync", "layouts") == (0, "there is nothing to upload\n", "")
     assert "not uploaded" not in say("status", "layouts")[1]
 
 
@@ -151,7 +151,7 @@ def test_attempts_that_went_over_the_same_steps_are_merged_first(made, say, uplo
     monkeypatch.delenv("WANDB_MODE", raising=False)
     code, out, _ = say("sync", run.path.name)
     assert code == 0
-    assert f"{run.path.name}: attempts went over the same steps; its files are merged into one\n" in out
+    assert f"{run.path.name}: several attempts logged the same steps; their files are merged into one\n" in out
     assert f"{run.path.name}: wandb has all " in out
     (file,) = uploads[0]
     assert file not in (first, second)
@@ -189,12 +189,12 @@ def test_a_run_that_ended_without_a_tracker_gets_its_files_afterwards(made, say,
     waiting = made.run("later", shard=2)
     begin(waiting)
     assert say("sync", run.path.name)[1] == (
-        "nothing is to be uploaded\n1 run without files of wandb; write them from metrics.jsonl: "
+        "there is nothing to upload\n1 run without files of wandb; write them from metrics.jsonl: "
         f"titanlab sync --tracker wandb {run.path.name}\n"
     )
     code, out, err = say("sync", "--tracker", "wandb", "layouts")
     assert (code, err) == (0, "")
-    assert f"{waiting.path.name}: has not ended, or has no rows; wandb has nothing of it\n" in out
+    assert f"{waiting.path.name}: has not ended, or has no rows; nothing is written for wandb\n" in out
     count = len([row for row in run.metrics() if row["kind"] != "experts"])
     assert f"{run.path.name}: wandb has all {count} rows: wandb/offline-run-" in out
     assert "not uploaded: WANDB_API_KEY=" in out

@@ -189,7 +189,7 @@ def test_fingerprint_is_of_the_content(json_lines, tmp_path, model_file, cache):
 
 BAD = {
     "missing field": ({"text_field": "body"}, r"data\.text_field=body: is not a column of json; it has: text"),
-    "field of another type": ({"files": '{"text": 5}\n'}, r"data\.text_field=text: holds int, no text"),
+    "field of another type": ({"files": '{"text": 5}\n'}, r"data\.text_field=text: holds int, not text"),
     "not JSON": ({"files": '{"text": "a"}\n{"te\n'}, r"data\.path=json: has a part that cannot be read"),
     "no text": ({"files": '{"text": ""}\n'}, r"data\.path=json: has no text in text"),
     "no such split": ({"split": "test"}, r"data\.split=test: is not a split of json"),

@@ -182,7 +182,7 @@ def test_a_state_of_another_stream_is_refused(name, now, key):
         check_state({"samples": 0, name: saved}, **{name: now})
     assert not isinstance(caught.value, DamagedPosition)
     assert str(caught.value).startswith(
-        f"{key}={now}: the checkpoint stands in the data of {name} {saved}; resume with"
+        f"{key}={now}: the checkpoint was made with data of {name} {saved}; resume with"
     )
 
 

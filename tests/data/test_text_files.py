@@ -187,9 +187,9 @@ def test_sample_is_spread_over_the_files(tmp_path):
         ("a.txt", b"caf\xe9", "data.files", r"a\.txt, byte 3: is not UTF-8 text; .*iconv"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "data.files", r"a\.jsonl:2: is not JSON .*; one JSON object a line"),
         ("a.jsonl", b'{"text": "\xff"}\n', "data.files", r"a\.jsonl:1: is not UTF-8"),
-        ("a.jsonl", b"[1, 2]\n", "data.files", r"a\.jsonl:1: is JSON, but no object"),
+        ("a.jsonl", b"[1, 2]\n", "data.files", r"a\.jsonl:1: is JSON, but not an object"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "data.text_field", r"=text: is not in .*:1; its keys are: body, id"),
-        ("a.jsonl", b'{"text": 5}\n', "data.text_field", r"=text: is int, no text"),
+        ("a.jsonl", b'{"text": 5}\n', "data.text_field", r"=text: is int, not text"),
         ("a.json", b'[\n{"text": "a"}\n]', "data.files", r"a\.json:1: is not JSON"),
         ("a.jsonl", b"[" * 100_000, "data.files", r"is not JSON"),
         ("a.parquet", b"PAR1 not really", "data.files", r"a\.parquet: is not a readable Parquet file"),
@@ -230,7 +230,7 @@ def test_bad_files_are_named(tmp_path, name, content, key, message):
 
 def test_bad_parquet_columns_are_named(tmp_path):
     pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"data\.text_field=text: is int64, no text"):
+    with pytest.raises(ConfigError, match=r"data\.text_field=text: is int64, not text"):
         documents(tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match=r"data\.text_field=content: is not in .*; its columns are: text, body"):
         documents(tmp_path / "a.parquet", text_field="content")

@@ -304,7 +304,7 @@ def test_not_without_launch_requeue_nor_too_often(eight, capsys):
     assert job.launcher.calls == []
     said = capsys.readouterr().out
     assert "launch.requeue=false" in said
-    assert "it has been 0 times (launch.max_requeues)" in said
+    assert "it has been put back 0 times (launch.max_requeues)" in said
 
 
 @pytest.mark.parametrize(

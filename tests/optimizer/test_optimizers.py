@@ -186,7 +186,7 @@ def test_a_layout_that_keeps_a_matrix_in_full_refuses_its_few_bits_in_one_line(p
     cut = tiny.changed(made, tensor=2)
     with pytest.raises(RankFailure) as refused:
         pool.run(2, attempt, cut, tiny.begin(cut, run))
-    assert "wo.weight.exp_avg in few bits there and not here: " in str(refused.value)
+    assert "wo.weight.exp_avg in few bits, and this run has it in full precision: " in str(refused.value)
     assert "resume under its layout (parallelism." in str(refused.value)
     assert step_folder(run.checkpoints, 2).is_dir()
 
@@ -194,7 +194,10 @@ def test_a_layout_that_keeps_a_matrix_in_full_refuses_its_few_bits_in_one_line(p
 @pytest.mark.parametrize(
     ("config", "rule"),
     [
-        (gentle(AdamW8bit, block_size=64), "exp_avg in full there and few bits here: its optimizer has another kind"),
+        (
+            gentle(AdamW8bit, block_size=64),
+            "exp_avg in full precision, and this run has it in few bits: its optimizer has another kind",
+        ),
         (Muon(schedule=Schedule(warmup_steps=1)), "has no momentum_buffer of .*: it was saved with another optimizer"),
     ],
 )

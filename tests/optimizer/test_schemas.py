@@ -132,7 +132,7 @@ def test_a_rank_keeps_whole_blocks_or_the_layout_is_refused():
     checked(64, 3)
     assert refusal(checked, 32, 2) == (
         "optimizer.block_size=32: does not divide the 48 columns of layers.0.attention.wo.weight on a rank of "
-        "parallelism.tensor=2; the rank would keep full averages, and one process has few bits; try 16"
+        "parallelism.tensor=2; the rank would keep averages in full precision, and one process keeps them in few bits; try 16"
     )
 
 

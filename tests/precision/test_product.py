@@ -133,7 +133,8 @@ def test_layers_are_joined_only_if_they_multiply_alike():
     other.product = halves
     for layers in ((nn.Linear(4, 4, bias=False), other), (Named(4, 4, bias=False), Named(4, 4, bias=False))):
         with pytest.raises(
-            ConfigError, match=r"model.fused=true: multiplies a, b of .* no product in common; try false"
+            ConfigError,
+            match=r"model.fused=true: multiplies a, b of .* as one product, which they do not share; try false",
         ):
             join_products(Owner(*layers), joined, None)
     with pytest.raises(

@@ -28,7 +28,7 @@ INF, NAN = float("inf"), float("nan")
 
 # Fields; how the line begins; other values of them, which the line names and which are taken.
 FIELDS = [
-    (Fp32, {"reduce": "bf16"}, "precision.reduce=bf16: fp32 is what", {"reduce": "fp32"}),
+    (Fp32, {"reduce": "bf16"}, "precision.reduce=bf16: fp32 is the reference", {"reduce": "fp32"}),
     (Bf16, {"reduce": ""}, "precision.reduce=: is not a dtype", {"reduce": "bf16"}),
     (Bf16, {"reduce": "fp16"}, "precision.reduce=fp16: is not a dtype that bf16 gradients", {"reduce": "fp32"}),
     (Bf16Full, {"reduce": "fp8"}, "precision.reduce=fp8: is not a dtype that bf16 gradients", {"reduce": "bf16"}),
@@ -101,10 +101,10 @@ WRONG = [
     (Float8Rowwise, {"skip": [], "fp32_parts": ["head"]}, {}, "precision.fp32_parts=[head]: output has output, which multiplies in float8", "precision.skip=[output]", {"skip": ["output"]}, {}),
     (Float8Rowwise, {"fp32_parts": ["layers.0"]}, {}, "precision.fp32_parts=[layers.0]: layers.0 has layers.0.attention.wq", "precision.skip=[output,layers.0]", {"skip": ["output", "layers.0"]}, {}),
     # Layers that are multiplied as one.
-    (Float8Rowwise, {"skip": ["output", "wk"]}, {"model": {"fused": True}}, "model.fused=true: multiplies wq, wk, wv as one, and precision=float8_rowwise does not convert layers.0.attention.wk", "try false, or name all of them in precision.skip: wq, wk, wv", {"skip": ["output", "wq", "wk", "wv"]}, {}),
-    (Mxfp8, {}, {"model": {"fused": True}}, "model.fused=true: multiplies the weights of several layers as one", "try false", {}, {"model": {"fused": False}}),
+    (Float8Rowwise, {"skip": ["output", "wk"]}, {"model": {"fused": True}}, "model.fused=true: multiplies wq, wk, wv as one product, and precision=float8_rowwise does not convert layers.0.attention.wk", "try false, or name all of them in precision.skip: wq, wk, wv", {"skip": ["output", "wq", "wk", "wv"]}, {}),
+    (Mxfp8, {}, {"model": {"fused": True}}, "model.fused=true: multiplies several layers as one product", "try false", {}, {"model": {"fused": False}}),
     # Weights that cannot be gathered in float8.
-    (Float8Tensorwise, {}, {"cpu_offload": True, "layout": {"shard": 2}}, "precision.all_gather=true: computes scales where the weights rest", "try false", {"all_gather": False}, {}),
+    (Float8Tensorwise, {}, {"cpu_offload": True, "layout": {"shard": 2}}, "precision.all_gather=true: computes scales on the device that keeps the weights", "try false", {"all_gather": False}, {}),
     (Float8Tensorwise, {}, {"layout": {"shard": 3}}, "precision.all_gather=true: cannot cut the 64 rows that a process has of layers.0.attention.wq into 3 equal parts", "try false", {"all_gather": False}, {}),
     (Float8Tensorwise, {}, {"layout": {"shard": 24, "tensor": 2}, "model": {"kv_heads": 4}}, "precision.all_gather=true: cannot cut the 32 rows", "try false", {"all_gather": False}, {}),
 ]  # fmt: skip
@@ -169,7 +169,7 @@ def test_a_precision_without_halves_is_refused_under_schedules_that_want_them(tm
     layout = {"pipeline": 2, "layers": 4, "global_batch": 4, "microbatch": 1}
     for name in ("zbv", "interleaved_zero_bubble", "dualpipe_v", "csv"):
         schedule = SCHEDULES[name]
-        rule = f"computes gradients of weights with those of inputs, which schedule={schedule.kind} wants apart"
+        rule = f"computes gradients of weights and inputs together, which schedule={schedule.kind} separates"
         with pytest.raises(ConfigError, match=f"precision=mxfp8: {rule}; try schedule=interleaved_1f1b"):
             tiny.recipe(tmp_path, **layout, precision=Mxfp8(), pipeline_schedule=schedule)
         tiny.recipe(tmp_path, **layout, precision=Float8Rowwise(), pipeline_schedule=schedule)

@@ -169,7 +169,7 @@ def test_a_planted_fault_is_found(rows_of, tmp_path, fault, given, precision, fo
 def test_what_the_numbers_alone_show_of_a_precision(tmp_path):
     recipe = large(tmp_path, precision=Bf16()).recipe
     near, far = (TraceDifference(loss=0, grad_norm=0, gradient=(by, "a"), parameter=(0, "a")) for by in (1e-5, 1e-2))
-    assert "it computes in another precision" in too_exact(recipe, near, far)
+    assert "the recipe computes in another precision" in too_exact(recipe, near, far)
     assert not too_exact(recipe, far, far)
 
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_reduced_is_a_row_beside_others_and_an_error_alone(tmp_pa
         plan_proofs([hopeless], steps=2, runs="x", most=16)
     proofs = plan_proofs([hopeless, small], steps=2, runs="x", most=16)
     assert proofs[0].recipe is None
-    assert proofs[1].notes == ("model=llama is taken as it is: 131,392 parameters",)
+    assert proofs[1].notes == ("model=llama is not reduced, and keeps 131,392 parameters",)
     (row,) = Prover(untrained()[0]).rows(proofs[0])
     assert row == ProofRow(run="dp_s2", layout="dp_s2", precision="", passed=False, reason=str(proofs[0].error))
 
@@ -327,7 +327,7 @@ def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
     [
         ("", "is not JSON"),
         ("{", "is not JSON"),
-        ("[]", "no object"),
+        ("[]", "not an object"),
         ('{"schema": 2, "rows": []}', "reads schema 1"),
         ('{"schema": "1", "rows": []}', "schema"),
         ('{"schema": 1, "time": 3, "rows": []}', "time"),

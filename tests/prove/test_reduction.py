@@ -186,7 +186,7 @@ def test_a_rehearsal_saves_as_the_recipe_does(tmp_path):
     elsewhere = changed(candidate, checkpoint=AsyncPinned(every=500, folder="memory://checkpoints"))
     (rehearsal,) = reduce_all([elsewhere], steps=3, runs="runs", most=16, saves=True)
     assert rehearsal.recipe.checkpoint.folder is None
-    assert rehearsal.notes[1:] == ("checkpoint.folder is left alone: the checkpoint is written beside the run",)
+    assert rehearsal.notes[1:] == ("checkpoint.folder is not used: the checkpoint is written beside the run",)
     (proof,) = reduced(candidate)
     assert (proof.recipe.checkpoint.kind, proof.recipe.training.validate_every) == ("off", 0)
 

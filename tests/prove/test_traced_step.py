@@ -36,7 +36,7 @@ def test_a_gpus_recipe_becomes_one_that_a_cpu_runs_in_eager_mode():
     assert (made.precision.emulate, made.layout, made.microbatches) == ("true", asked.layout, 2)
     assert made.microbatch == asked.microbatch
     assert notes == (
-        "attention and norms are those of a CPU, and so is what they keep",
+        "attention and norms are traced with CPU kernels, and keep what those keep",
         "compile=block+loss is traced in eager mode",
         "AsyncTP communicates the same bytes in pieces: traced as one collective each",
         "2 of 32 microbatches are traced, and the declarations are of such a step",
@@ -46,7 +46,7 @@ def test_a_gpus_recipe_becomes_one_that_a_cpu_runs_in_eager_mode():
 def test_what_the_compiler_keeps_is_not_traced():
     made, notes = for_tracing(shipped("+recipe=llama3_1_8b_8gpus", "cluster=h100", "ac=memory_budget"))
     assert made.ac.kind == "none"
-    assert "ac=memory_budget is the compiler's: blocks keep all activations in the trace" in notes
+    assert "ac=memory_budget is the work of a compiler: blocks keep all activations in the trace" in notes
 
 
 def test_a_small_recipe_stays_as_it_is(tmp_path):

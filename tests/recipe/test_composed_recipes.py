@@ -28,11 +28,11 @@ def test_a_group_becomes_the_dataclass_of_its_schema():
 
 def test_a_group_without_a_schema_is_told_the_schemas_that_there_are():
     said = refusal(to_group, OmegaConf.create({"lr": 1.0, "kind": "adamw"}), "optimizer")
-    assert said.startswith("optimizer=null: is made without a schema of this group; begin its YAML with defaults: [")
+    assert said.startswith("optimizer=null: has no schema of this group; begin its YAML with defaults: [")
     assert "[adamw_schema, _self_] or [" in said
     # That of another group is none.
     said = refusal(to_group, schema_node(NoProfiling), "optimizer")
-    assert said.startswith("optimizer=null: is made without a schema of this group")
+    assert said.startswith("optimizer=null: has no schema of this group")
 
 
 @pytest.mark.parametrize("place", ["", "schedule"])

@@ -165,8 +165,8 @@ def test_a_frozen_recipe_is_checked_field_by_field(change, key, rule):
 @pytest.mark.parametrize(
     ("group", "key", "line"),
     [
-        ("precision", "", "precision=null: is a group that every config has; "),
-        ("profiler", "", "profiler=null: is a group that every config has; "),
+        ("precision", "", "precision=null: is missing: every config has this group; "),
+        ("profiler", "", "profiler=null: is missing: every config has this group; "),
         ("checkpoint", "kind", "checkpoint.kind=null: no installed package offers this option; known: "),
         (
             "training",

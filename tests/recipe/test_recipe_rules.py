@@ -72,7 +72,7 @@ def test_document_masks_need_a_kernel_that_has_them_on_a_gpu(tmp_path, monkeypat
     made = tiny.recipe(tmp_path, context=context, bf16=True, data=Synthetic(vocab_size=256, document_mask=True))
     cluster = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
     made = resolved(made, model=replace(made.model, attention=attention), cluster=cluster)
-    rule = f"has no form for documents with context={context}, and data.document_mask is on; try auto"
+    rule = f"cannot mask documents with context={context}, and data.document_mask is on; try auto"
     refusal = pytest.raises(ConfigError, match=f"^model.attention={attention}: {rule}")
     with refusal if is_refused else contextlib.nullcontext():
         check(made)

@@ -461,7 +461,7 @@ def test_what_is_written_is_read(run):
 
 DAMAGE = {
     "cut": (json.dumps(values())[:90], "is not JSON"),
-    "a list": ("[]", "holds list and no object"),
+    "a list": ("[]", "holds list, not an object"),
     "a pickle": (b"\x80\x04cposix\nsystem\n(S'true'\ntR.", "is not JSON"),
     "nested": ("[" * 100_000, "is not JSON"),
     "another schema": (values(schema=2), "schema 2 is not 1"),

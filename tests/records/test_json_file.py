@@ -25,9 +25,9 @@ def refusal(action, *given, **more):
         (b"[" * 100_000, "is not JSON ("),
         (b"1" * 5000, "is not JSON ("),
         (b'{"steps": 1' + b"0" * 400 + b"}", "is not JSON (a number in it is larger than any float)"),
-        (b"[]", "holds list and no object"),
-        (b"null", "holds NoneType and no object"),
-        (b'"x"', "holds str and no object"),
+        (b"[]", "holds list, not an object"),
+        (b"null", "holds NoneType, not an object"),
+        (b'"x"', "holds str, not an object"),
     ],
 )
 def test_what_is_no_object_is_one_line(tmp_path, content, rule):

@@ -269,7 +269,7 @@ def test_what_rows_and_files_add(made):
     words = page.words["step-time"]
     assert "Measured with profiler=breakdown" in words
     assert "exposed: shard 67 %" in words
-    assert "Without a bar, for lack of figures" in words
+    assert "No bar, because figures are missing" in words
     assert "breakdown/exposed_shard(s) breakdown/forward(s)" in {
         " ".join(sorted(c.split())) for c in page.with_attribute("data-column")
     }

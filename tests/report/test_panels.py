@@ -100,7 +100,7 @@ def test_parts_of_a_step_are_measured_or_estimated_or_left_out(made, drawn):
     assert panel.columns == ["breakdown/exposed_shard(s)", "breakdown/forward(s)"]
     assert panel.values.headings == ["run", "forward", "exposed: shard"]
     assert [line[1:] for line in shown(panel.values)] == [["0.100", "0.300"]]
-    assert panel.notes == ["Without a bar, for lack of figures: tp2."]
+    assert panel.notes == ["No bar, because figures are missing: tp2."]
     assert section(facts_of(run("gone")), "step-time").figure is None
 
 

@@ -128,7 +128,7 @@ def test_failures_are_told_with_step_rank_and_cause():
         (
             "5 runs: 2 oom (memory ran out, on the device or on the host); "
             "1 preempted (told to stop, by the scheduler or by SIGTERM); 1 missing; "
-            "1 crash (an error that no other word fits; the traceback says which)."
+            "1 crash (an error that no other outcome describes; the traceback shows it)."
         )
     ]
     (table,) = section.tables

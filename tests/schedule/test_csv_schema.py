@@ -107,7 +107,7 @@ def test_idle_cells_and_torchs_pairs_are_read(path):
         ("0F0,0SEND_F0,0B0", "line 1, cell 2: 0SEND_F0 is communication, which follows from the order; leave"),
         ("0F0,0B0,0REDUCE_GRAD", "line 1, cell 3: 0REDUCE_GRAD is communication"),
         # What makes no schedule is told with the line and the cell; all of it is in test_order.
-        ("0F0,,0F0", "line 1, cell 3: 0F0 is there twice; each stage runs each microbatch F and B once"),
+        ("0F0,,0F0", "line 1, cell 3: 0F0 occurs twice; each stage runs each microbatch F and B once"),
         ("0F0,0B0\n\n1F0,1B0", "line 2: has no action"),
         ("0F0,0B0\n2F0,2B0", "line 2: there is a stage 2, but no rank has stage 1"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B1,1B0", "line 1, cell 2: 0B0 on rank 0 waits for 1B0, which comes after 1F1"),

@@ -39,7 +39,7 @@ def test_what_is_one(ranks, placement):
         (("0B0", "1F0 1B0"), "rank 0: 0F0 is missing"),
         (("0F0 0I0", "1F0 1B0"), "rank 0: 0W0 is missing"),
         (("0F0 0W0", "1F0 1B0"), "rank 0: 0I0 is missing"),
-        (("0F0 0B0 0F0", "1F0 1B0"), "rank 0, action 3: 0F0 is there twice"),
+        (("0F0 0B0 0F0", "1F0 1B0"), "rank 0, action 3: 0F0 occurs twice"),
         (("0F0 0B0 0W0", "1F0 1B0"), "rank 0, action 3: 0W0: the backward pass is B, or I and W, not both"),
         (("0F0 0I0 0B0", "1F0 1B0"), "rank 0, action 3: 0B0: the backward pass is B, or I and W, not both"),
         (("0F0 0B0 1F0", "1B0"), "rank 0, action 3: 1F0: stage 1 is on rank 1"),

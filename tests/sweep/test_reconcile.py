@@ -140,7 +140,7 @@ SAID = "Slurm says: StepId=12.0 exceeded memory limit (1176580096 > 1073741824),
     ("raw", "cause"),
     [
         ("FAILED", f"killed for want of memory; {SAID}"),
-        ("OUT_OF_MEMORY", f"the job had more memory than it was given; {SAID}"),
+        ("OUT_OF_MEMORY", f"the job used more memory than it was given; {SAID}"),
     ],
 )
 def test_slurms_own_sentence_and_rank_stand_in_the_end_of_a_job_that_it_killed_for_memory(jobs, settled, raw, cause):
@@ -205,7 +205,7 @@ def test_ranks_that_were_told_to_stop_may_not_know_that_a_node_failed(jobs, sett
 @pytest.mark.parametrize(
     ("raw", "kind", "cause"),
     [
-        ("OUT_OF_MEMORY", "oom", "the job had more memory than it was given"),
+        ("OUT_OF_MEMORY", "oom", "the job used more memory than it was given"),
         ("NODE_FAIL", "node_fail", "a node of the job failed"),
         ("FAILED", "crash", "ended with exit code 1 and left no result; its log says more"),
     ],

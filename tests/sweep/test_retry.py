@@ -163,7 +163,7 @@ def test_a_scheduler_that_does_not_answer_is_told_by_every_verb(slurm, sweep, ca
     assert [each.outcome for each in done] == ["hang", "oom"]
     assert len(lines) == 1
     assert re.fullmatch(
-        "the scheduler does not answer: squeue says: .*; runs whose jobs it may have are left alone", *lines
+        "the scheduler does not answer: squeue says: .*; runs that may still have a job are left alone", *lines
     )
     assert call(["status", "layouts", "--runs", str(sweep.path.parent)]) == 0
     said = capsys.readouterr().out.splitlines()

@@ -82,7 +82,7 @@ def test_initial_values_of_more_or_fewer_parameters_are_found():
 def test_pieces_that_are_not_the_modules_are_found():
     assert "pieces: there is no module head" in account(pieces=lambda right: (*right[:-1], "head"))
     assert account(pieces=lambda right: (right[0], *reversed(right[1:-2]), *right[-2:]))[0] == (
-        "pieces: the blocks are not there, all and in order"
+        "pieces: blocks are missing, or not in order"
     )
     assert account(pieces=lambda right: tuple(each for each in right if each != "norm")) == [
         f"pieces: none of them has {NORM}"
@@ -102,13 +102,13 @@ def test_another_order_of_pieces_computes_something_else_or_fails():
             {"parameters": lambda right: dict(reversed(right.items()))},
             "parameters: the account has them in another order than the module",
         ),
-        ({"embedding": "table.weight"}, "account: table.weight is named, and no parameter"),
-        ({"lookups": ("positions.weight",)}, "account: positions.weight is named, and no parameter"),
+        ({"embedding": "table.weight"}, "account: table.weight is named, but the model has no such parameter"),
+        ({"lookups": ("positions.weight",)}, "account: positions.weight is named, but the model has no such parameter"),
         ({"tied": {"output.weight": "tok_embeddings.weight"}}, "tied: output.weight has storage of its own"),
         ({"layers": 3}, "layers: the module has ['0', '1'], the account 3"),
         (
             {"tensor_plan": lambda right: {**right, "norm": "whole"}},
-            f"tensor_plan: norm is to be whole, and there is {', '.join(STYLES)}",
+            f"tensor_plan: norm has the style whole; known: {', '.join(STYLES)}",
         ),
         ({"attention": "attention.core"}, "attention: there is no module layers.0.attention.core"),
         ({"tensor_plan": without("norm")}, f"tensor_plan: nothing is said about {NORM}"),
@@ -153,7 +153,7 @@ def test_an_operation_that_is_there_twice_is_found():
 
 def test_an_edge_that_is_no_piece_is_found():
     assert found(edge_operations=changed("norm", name="scale")) == [
-        "operations: scale is outside of the blocks, and no piece"
+        "operations: scale is outside of the blocks, but not one of the pieces"
     ]
 
 

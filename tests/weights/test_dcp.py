@@ -227,7 +227,7 @@ def test_a_folder_of_another_model_says_what_differs(tmp_path):
     with pytest.raises(ConfigError) as caught:
         foreign(tmp_path / "c", {name: torch.ones(2) for name in ("d", "c", "b", "a")})
     assert str(caught.value) == (
-        f"k={tmp_path / 'c'}: has no parameter of the model, as {first} or model.{first}; it has a, b, c; "
+        f"k={tmp_path / 'c'}: has no parameter of the model, such as {first} or model.{first}; it has a, b, c; "
         "give the --model that was saved"
     )
     with pytest.raises(ConfigError, match="it has nothing; give the --model"):

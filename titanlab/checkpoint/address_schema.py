@@ -19,7 +19,7 @@ _UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar"
 _WRAPPERS = ("cached", "blockcache", "filecache", "simplecache")
 _PRIVATE = ("memory",)
 # What the tests use; docs/checkpoints.md says it too.
-TESTED = "the tests use an emulated object store through fsspec, and no real one"
+TESTED = "the tests use an emulated object store through fsspec, not a real one"
 _SECRET = "***"
 # Protocols in which the name before @ is a user or a container; in others it may be a token.
 _WITH_USER = ("sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "oci")
@@ -100,7 +100,7 @@ def check_address(key: str, text: str) -> None:
         rule = "holds options after ? or #, which may be secret"
         raise ConfigError(key, f"{kept}?{_SECRET}", rule, _elsewhere(kept))
     if protocol in _LOCAL:
-        rule = "is of this host, where checkpoints are in the run's folder"
+        rule = "is an address on this host, where checkpoints are kept in the run's folder"
         raise ConfigError(key, text, rule, "leave it out; runs=FOLDER chooses the disk")
     if "::" in text or protocol in (*_UNUSABLE, *_WRAPPERS):
         raise ConfigError(
@@ -123,7 +123,7 @@ def check_installed(key: str, text: str) -> None:
     """
     protocol = StorePath(text).protocol
     if protocol in _PRIVATE:
-        rule = "is a store that each process has for itself: the checkpoints would be gone with the ranks"
+        rule = "is a store inside each process: the checkpoints would be lost when the ranks end"
         raise ConfigError(key, text, rule, f"try s3://bucket/folder, or leave it out; {TESTED}")
     fsspec: Any = importlib.import_module("fsspec")
     try:

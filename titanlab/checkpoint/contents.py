@@ -260,9 +260,9 @@ def check_optimizer(checkpoint: Place, contents: Readable, names: Sequence[str],
     weights = f"or take its weights only: init_from={checkpoint}"
     for name in names:
         if name not in known and known & {f"{name}{CODES}", name.removesuffix(CODES)}:
-            entry, few = name.removesuffix(CODES), "few bits there and not"
-            few = few if entry == name else "full there and few bits"
-            rule = f"has {one_line(entry)} in {few} here: its optimizer has another kind or block_size, or its layout "
+            entry, few = name.removesuffix(CODES), "few bits, and this run has it in full precision"
+            few = few if entry == name else "full precision, and this run has it in few bits"
+            rule = f"has {one_line(entry)} in {few}: its optimizer has another kind or block_size, or its layout "
             rule += "cuts the rows of that matrix otherwise"
             raise ConfigError(key, checkpoint, rule, f"keep its optimizer, and {layout}; {weights}")
     states = {name.rpartition(".")[2] for name in known}

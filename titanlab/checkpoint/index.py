@@ -272,8 +272,8 @@ def read_index(checkpoint: Place) -> CheckpointIndex:
     files = index.files
     for file in files:
         _expect(len(file.checksums) == 8 * blocks_of(file.size), f"one checksum for each block of {file.name}")
-    _expect(len({file.name for file in files}) == len(files), "files of different names")
-    _expect(not index.objects.keys() & index.tensors.keys(), "different names of tensors and objects")
+    _expect(len({file.name for file in files}) == len(files), "a different name for each file")
+    _expect(not index.objects.keys() & index.tensors.keys(), "different names for tensors and objects")
     tensors = check_tensors(index.tensors, [file.size for file in files])
     return CheckpointIndex(position=index.position, objects=index.objects, tensors=tensors, files=files)
 
@@ -283,7 +283,7 @@ def check_tensors(entries: Mapping[str, IndexEntry], file_sizes: Sequence[int]) 
     sizes = np.array(file_sizes, np.int64)
     tensors = {name: _tensor(name, entry, sizes) for name, entry in entries.items()}
     ranges = [tensor.chunks[:, :FIRST_OFFSET] for tensor in tensors.values()]
-    _expect(not ranges or not overlap(np.concatenate(ranges)), "chunks whose bytes are apart")
+    _expect(not ranges or not overlap(np.concatenate(ranges)), "separate bytes for each chunk")
     return tensors
 
 
@@ -293,7 +293,8 @@ def _tensor(name: str, entry: IndexEntry, file_sizes: Ints) -> IndexedTensor:
     item_bytes = ITEM_BYTES[entry.dtype]
     # Sizes of 0 are left out, so that no partial product is too large.
     _expect(math.prod(size or 1 for size in entry.shape) * item_bytes < _MOST_TENSOR_BYTES, f"a size of {name}")
-    _expect(set(map(len, entry.chunks)) <= {FIRST_OFFSET + 2 * dims}, f"chunks of {name} of its dimensions")
+    wanted = f"chunks of {name} with as many dimensions as its shape"
+    _expect(set(map(len, entry.chunks)) <= {FIRST_OFFSET + 2 * dims}, wanted)
     chunks = np.array(entry.chunks, np.int64).reshape(len(entry.chunks), FIRST_OFFSET + 2 * dims)
     tensor = IndexedTensor(dtype=entry.dtype, shape=tuple(entry.shape), chunks=chunks)
     offsets, sizes = tensor.offsets, tensor.sizes

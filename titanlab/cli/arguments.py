@@ -150,7 +150,7 @@ def _train(add: Add) -> None:
 
 @_verb(
     "sweep",
-    "run many: titanlab sweep +sweeps=quickstart_layouts --dry-run",
+    "run many recipes: titanlab sweep +sweeps=quickstart_layouts --dry-run",
     usage="titanlab sweep [+sweeps=NAME] [KEY=VALUE,VALUE …] [KEY=VALUE …] [FLAG …]",
     has_runs=False,
 )
@@ -162,8 +162,8 @@ def _sweep(add: Add) -> str:
       titanlab sweep parallelism=ddp,fsdp world=2 seed=0,1    four points: every value with every other
       titanlab sweep +sweeps=ac_memory launch=slurm           jobs of Slurm, each with the nodes of its layout
 
-    Submitting again submits what is missing. Points that cannot be run are dropped, each with its reason; a mistake of
-    the sweep's own is one line, and nothing is submitted. How to write a sweep: docs/sweeps.md.
+    Submitting again submits what is missing. Points that cannot be run are dropped, each with its reason. An
+    error in the sweep itself is reported in one line, and nothing is submitted. How to write a sweep: docs/sweeps.md.
     """
     from titanlab.recipe import conf_folder
 
@@ -196,7 +196,7 @@ def _plan(add: Add) -> None:
       titanlab plan +recipe=llama3_1_405b_512gpus cluster=h100 --explain        the account of one recipe as it stands
 
     Degrees, microbatch, schedule, stages of a rank and activation checkpointing vary; world and global batch stay.
-    What the figures rest on: docs/planner.md.
+    How the figures are computed: docs/planner.md.
     """
     from titanlab.plan import MOST
 
@@ -230,14 +230,15 @@ def _plan(add: Add) -> None:
 def _parity(add: Add) -> str:
     """Prove that recipes train the same.
 
-      titanlab parity +sweeps=quickstart_layouts                every recipe of a sweep, each held to one process
+      titanlab parity +sweeps=quickstart_layouts                every recipe of a sweep, each compared with one process
       titanlab parity +recipe=quickstart parallelism=fsdp world=2
       titanlab parity quickstart "+recipe=quickstart parallelism=tp world=2"    two recipes of one model and data
       titanlab parity RUN RUN                                   the logged losses and norms of two finished runs
 
     Each recipe is reduced: few layers, small widths, random tokens; its layout, schedule, checkpointing, compiled parts
-    and optimizer stay. It trains on this CPU, in fp32 and in its own precision, and is held to one process. A layout of
-    more processes is folded: every axis keeps a degree of 2. The result is kept in the sweep's folder, as parity.json.
+    and optimizer stay. It trains on this CPU, in fp32 and in its own precision, and is compared with one process. A
+    layout of more processes is folded: every axis keeps a degree of 2. The result is kept in the sweep's folder, as
+    parity.json.
     """
     from titanlab.prove import MOST_PROCESSES
 
@@ -283,7 +284,7 @@ def _add_choice(add: Add) -> None:
 
 @_verb("status", "show where the runs of a sweep stand, and why those that failed did")
 def _status(add: Add) -> None:
-    """Show where the runs of a sweep stand; without a sweep, which there are."""
+    """Show the state of a sweep's runs; without a sweep, list the sweeps."""
     add("sweep", nargs="?", help=SWEEP)
     add("run", nargs="?", help="one run of it: its folder, name, or the first digits of its hash")
     add("--watch", **FLAG, help="go on showing it until nothing runs or waits any more")
@@ -294,9 +295,9 @@ def _status(add: Add) -> None:
 def _logs(add: Add) -> None:
     """Print what the ranks of a run have printed: of all ranks, ordered by time."""
     add("run", help=RUN)
-    add("--rank", type=int, help="only this rank, as its file has it")
+    add("--rank", type=int, help="only this rank, by the number in its file's name")
     add("--attempt", type=int, help="only what this attempt has printed (default: all of them)")
-    add("--follow", "-f", **FLAG, help="go on until the run ends; Ctrl-C ends the looking")
+    add("--follow", "-f", **FLAG, help="go on until the run ends; Ctrl-C stops showing, not the run")
     add("--tail", type=int, metavar="K", help="only the last K lines")
     add("--grep", metavar="PATTERN", help="only lines in which this regular expression is found")
 
@@ -311,7 +312,7 @@ def _diagnose(add: Add) -> None:
 
 @_verb("status", "end a sweep's jobs, or some of them; what is done stays done")
 def _cancel(add: Add) -> None:
-    """Cancel runs of a sweep: those that run save and end, those that wait do not start."""
+    """Cancel runs of a sweep: running ones save and end, waiting ones do not start."""
     add("sweep", help=SWEEP)
     add("run", nargs="*", help="runs by folder, label or first digits of the hash (default: all)")
 
@@ -328,9 +329,9 @@ def _retry(add: Add) -> None:
         default=[],
         help=f"{text}cluster.per_node, for the new jobs",
     )
-    add("--outcome", default="", help="those that have ended so: hang,node_fail")
-    add("--all-failed", **FLAG, help="those that have ended otherwise than done")
-    add("--stale", **FLAG, help="those that other code has made, which start anew")
+    add("--outcome", default="", help="those that ended with one of these outcomes, such as hang,node_fail")
+    add("--all-failed", **FLAG, help="those that ended with any outcome but done")
+    add("--stale", **FLAG, help="those that ran other code than the present; they start from the beginning")
     add("--dry-run", **FLAG, help="say which they are, and submit nothing")
 
 
@@ -343,7 +344,7 @@ def _collect(add: Add) -> None:
 
 @_verb("status", "name a sweep's best recipe by speed, MFU or memory, if the gap is more than noise")
 def _best(add: Add) -> None:
-    """Rank the recipes of a sweep; nobody is named the winner of a gap that may be noise."""
+    """Rank the recipes of a sweep; none is named the best if the gap may be noise."""
     add("sweep", help=SWEEP)
     text = "tps: tokens per second of one device (default); mfu; memory: the least peak of a rank"
     add("--by", default="tps", help=text)
@@ -355,7 +356,7 @@ def _best(add: Add) -> None:
 def _report(add: Add) -> None:
     """Write a sweep's report: one HTML file, which opens without a network."""
     add("sweep", help=SWEEP)
-    add("--by", choices=("tps", "mfu", "memory"), default="tps", help="rank by it (default tps)")
+    add("--by", choices=("tps", "mfu", "memory"), default="tps", help="what to rank by (default tps)")
     add("--into", type=Path, help="an HTML file, or a folder (default: SWEEP.html in the sweep's folder)")
     add("--figures", type=Path, help="a folder: also write each figure there, for papers")
     add("--format", choices=("png", "svg", "pdf"), help="of these figures (default png)")
@@ -388,9 +389,9 @@ def _hosts(add: Add) -> None:
 def _sync(add: Add) -> None:
     """Upload what wandb has written offline: to the project, and under the id, of the run."""
     add("runs_and_sweeps", nargs="+", metavar="RUN | SWEEP", help="runs by folder, name or hash, or whole sweeps")
-    text = "first write what the tracker has of a run anew, from metrics.jsonl; of a sweep, for runs that it lacks "
-    add("--rebuild", **FLAG, help=f"{text}something of")
-    text = "first write this tracker's files from metrics.jsonl, for runs that have none of it"
+    text = "first write the tracker's files of a run again, from metrics.jsonl; of a sweep, only for runs "
+    add("--rebuild", **FLAG, help=f"{text}whose files are incomplete")
+    text = "first write this tracker's files from metrics.jsonl, for runs that have none"
     add("--tracker", choices=("wandb", "tensorboard"), help=text)
 
 
@@ -423,7 +424,7 @@ def _schedule(add: Add) -> None:
     add("kind", help=f"{', '.join(sorted(map(str, discover()['schedule'])))}; all: compare them")
     add("--ranks", type=int, help="of the pipeline (default 4)")
     add("--microbatches", type=int, help="of a step (default 8)")
-    add("--stages-per-rank", type=int, help="where a schedule lets one choose (default 2)")
+    add("--stages-per-rank", type=int, help="for schedules with a choice (default 2)")
     add("--file", help="of the schedule csv; its ranks and microbatches are the defaults")
     whole = ", one microbatch, all layers of a rank"
     add("--forward", type=float, help=f"time of a forward pass (F){whole} (default 1)")
@@ -477,7 +478,7 @@ def _export(add: Add) -> None:
     add("run", help="a run's folder, name or hash, one of its checkpoints, or an imported folder")
     add("--into", type=user_path, required=True, help="the folder to make")
     add("--format", default="hf", help="hf, titanlab or dcp (default hf)")
-    add("--names", default="titanlab", help="of parameters in dcp: titanlab or torchtitan (model. or none)")
+    add("--names", default="titanlab", help="of parameters in dcp: titanlab (prefix model.) or torchtitan (no prefix)")
     add("--dtype", help=f"{', '.join(DTYPES.values())} (default: as saved)")
     add("--step", type=int, help="of the checkpoint (default: the latest)")
     add("--shard-size", help="most bytes of a file (default 5GB)")

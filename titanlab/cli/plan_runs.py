@@ -59,7 +59,7 @@ def calibrate_sweep(name: str, *, runs: str, out: Path | None, console: Console)
     recipes, runs_of_it = counted(len(measured.rows), "recipe"), counted(measured.runs, "run")
     lines = [f"{sweep.name}: {recipes} in {runs_of_it} on {measured.machine}"]
     if measured.stale:
-        lines.append(f"{measured.stale} of them made by other code than is here now")
+        lines.append(f"{measured.stale} of the runs ran other code than the present")
     # One line for each reason, with the first runs that were left out for it.
     for reason, count in Counter(dropped.reason for dropped in measured.left_out).most_common():
         of_reason = [dropped.run for dropped in measured.left_out if dropped.reason == reason]
@@ -137,7 +137,7 @@ def check_out(path: Path) -> None:
         rule = "must lie in a folder named cluster, so that --config-dir finds it"
         raise ConfigError(OUT, path, rule, f"try {example}")
     if (conf_folder() / "cluster" / path.name).exists():
-        rule = f"has the name of a cluster that titanlab brings, and cluster={path.stem} would mean that one"
+        rule = f"has the name of a cluster that comes with titanlab, and cluster={path.stem} would choose that one"
         raise ConfigError(OUT, path, rule, f"try {path.with_name('my_' + path.name)}")
     head = ""
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:

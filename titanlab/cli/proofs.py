@@ -315,7 +315,7 @@ def _prove(chosen: ProofCandidates, args: Namespace, console: Console) -> int:
     try:
         proofs = plan_proofs(chosen.candidates, steps=steps, runs=str(folder), most=most, inductor=args.inductor)
         if not args.json:
-            console.note(heading(chosen, f", each held to {REFERENCE}", proofs, steps))
+            console.note(heading(chosen, f", each compared with {REFERENCE}", proofs, steps))
         prepare()
         prover = Prover(trainer)
         for number, proof in enumerate(proofs, 1):

@@ -200,7 +200,7 @@ def _show(
         lines = aligned(headings, [*rows, ["", str(len(items)), total, ""]], right=headings[1:3])
     else:
         is_missing = not os.path.lexists(survey.root)
-        lines = ["nothing is to be removed" + (f": there is no folder {survey.root}" if is_missing else "")]
+        lines = ["there is nothing to remove" + (f": there is no folder {survey.root}" if is_missing else "")]
     largest = sorted(items, key=lambda item: -item.bytes)
     shown = largest if lists_all else largest[:_LARGEST]
     lines += [f"  {data_size(item.bytes):>9}  {shown_path(item.path)}" for item in shown]
@@ -213,7 +213,7 @@ def _show(
     lines += survey.notes
     if survey.busy:
         names = ", ".join(survey.busy[:5]) + (" …" if len(survey.busy) > 5 else "")
-        lines.append(f"{counted(len(survey.busy), 'run')} at work or in a queue left alone: {names}")
+        lines.append(f"{counted(len(survey.busy), 'run')} at work or in a queue, left alone: {names}")
     console.note("\n".join(lines))
 
 

@@ -86,7 +86,7 @@ def run_study(
                 return 0
             lines = plan_lines(study, decisions, answered=silence is None)
             if silence is not None:
-                cure = "nothing of this plan was held against it, and to submit it has to answer"
+                cure = "this plan was not compared with the scheduler's jobs, and submitting needs its answer"
                 lines.append(f"{silence}; {cure}")
             console.note("\n".join([*lines, "nothing was submitted (--dry-run)"]))
             return 0

@@ -37,14 +37,14 @@ def sync_verb(args: Namespace) -> int:
             config.check_installed()
             for run in [run for run in runs if not has_tracker(run, args.tracker)]:
                 if run.result() is None or not run.metrics():
-                    what = f"has not ended, or has no rows; {args.tracker} has nothing of it"
+                    what = f"has not ended, or has no rows; nothing is written for {args.tracker}"
                     console.note(f"{run.path.name}: {what}")
                 else:
                     _rebuild(run, console, config)
         for run in [run for run in runs if not args.rebuild and _is_lacking(run)]:
             console.note(f"{run.path.name}: {tracker_gap(run)}")
         if not any(map(waiting_files, runs)):
-            console.note("nothing is to be uploaded")
+            console.note("there is nothing to upload")
             without = sum(not has_tracker(run, Wandb.kind) for run in runs)
             if args.tracker is None and without:
                 names = " ".join(args.runs_and_sweeps)
@@ -69,7 +69,7 @@ def sync_verb(args: Namespace) -> int:
 
 def _merge(run: RunFolder, console: Console) -> bool:
     """Merge files that have the same steps into one, because wandb would keep the older rows; False: this failed."""
-    console.note(f"{run.path.name}: attempts went over the same steps; its files are merged into one")
+    console.note(f"{run.path.name}: several attempts logged the same steps; their files are merged into one")
     try:
         _rebuild(run, console)
     except TitanlabError as error:

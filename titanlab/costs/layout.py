@@ -140,7 +140,8 @@ def resolve_layout(degrees: dict[str, int], world: int | None) -> Layout:
         rule = f"only one degree may be -1, and parallelism.{other} is too"
         raise ConfigError(key, -1, rule, f"try parallelism.{other}=1")
     if world is None:
-        raise ConfigError(key, -1, "says 'the rest' of a world whose size is not given", f"try world=2, or {key}=2")
+        rule = "stands for the rest of the world, whose size is not given"
+        raise ConfigError(key, -1, rule, f"try world=2, or {key}=2")
     if world % product:
         rule = f"the other degrees make {product}, which does not divide it"
         raise ConfigError("world", world, rule, f"try world={product * max(1, world // product)}")

@@ -251,7 +251,7 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
             raise damaged(name, state.get(name), f"must be of the type of {value}")
     for name, value in now.items():
         if state[name] != value:
-            rule = f"the checkpoint stands in the data of {name} {state[name]}"
+            rule = f"the checkpoint was made with data of {name} {state[name]}"
             cure = "resume with the data, seed and sequence length it was made with, or start a new run"
             raise ConfigError(keys.get(name, "data"), value, rule, cure)
     samples = state.get("samples")

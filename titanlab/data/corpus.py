@@ -178,7 +178,8 @@ class Corpus:
 
     def _field(self, row: Any, place: str) -> str:
         if not isinstance(row, dict):
-            raise ConfigError(self.key, place, "is JSON, but no object", f'write {{"{self.text_field}": "..."}} a line')
+            cure = f'write {{"{self.text_field}": "..."}} a line'
+            raise ConfigError(self.key, place, "is JSON, but not an object", cure)
         if self.text_field not in row:
             known = ", ".join(map(str, islice(row, 8))) or "none"
             raise ConfigError(self.field_key, self.text_field, f"is not in {place}", f"its keys are: {known}")
@@ -187,7 +188,7 @@ class Corpus:
             return ""
         if not isinstance(text, str):
             kind = type(text).__name__
-            raise ConfigError(self.field_key, self.text_field, f"is {kind}, no text, in {place}", "name another")
+            raise ConfigError(self.field_key, self.text_field, f"is {kind}, not text, in {place}", "name another")
         return whole_characters(text)
 
     def _parquet(self, file: Path) -> Iterator[str]:
@@ -206,7 +207,8 @@ class Corpus:
                 if arrow.types.is_dictionary(kind):
                     kind = kind.value_type
                 if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
-                    raise ConfigError(self.field_key, self.text_field, f"is {kind}, no text, in {file}", "name another")
+                    rule = f"is {kind}, not text, in {file}"
+                    raise ConfigError(self.field_key, self.text_field, rule, "name another")
                 for batch in table.iter_batches(batch_size=1024, columns=[self.text_field]):
                     yield from (text or "" for text in batch.column(0).to_pylist())
         except (arrow.ArrowException, UnicodeDecodeError) as error:

@@ -252,7 +252,7 @@ def text_of(row: dict[str, Any], config: HuggingFace) -> str:
         raise ConfigError("data.text_field", config.text_field, rule, f"it has: {', '.join(row)[:80]}")
     text = row[config.text_field]
     if text is not None and not isinstance(text, str):
-        rule = f"holds {type(text).__name__}, no text"
+        rule = f"holds {type(text).__name__}, not text"
         raise ConfigError("data.text_field", config.text_field, rule, "name another column")
     return whole_characters(text or "")
 

@@ -46,7 +46,7 @@ def check_cores() -> Iterator[Finding]:
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
     """Shared memory, which NCCL and data readers use between processes of a host."""
     if not folder.is_dir():
-        yield warn("shared memory", f"there is no {folder}", "NCCL and data readers then use slower ways")
+        yield warn("shared memory", f"there is no {folder}", "NCCL and data readers then use slower methods")
         return
     status = os.statvfs(folder)
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize

@@ -66,7 +66,7 @@ def check_code() -> Iterator[Finding]:
     how = "as committed"
     if state.dirty:
         how = "changed; runs keep the difference" if state.patch_complete else "changed by more than runs keep"
-    hint = "commit: of so large a difference runs keep only a part, and titanlab repro cannot restore it"
+    hint = "commit the changes: runs keep only a part of such a large difference, so titanlab repro cannot restore it"
     is_lost = state.dirty and not state.patch_complete
     yield graded("code", f"commit {str(state.sha)[:12]}, {how}", hint, warns=is_lost)
 
@@ -80,7 +80,8 @@ def check_wandb(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     if mode in ("offline", "dryrun"):
         yield ok("wandb", f"WANDB_MODE={mode}: files are kept; titanlab sync uploads them")
     elif mode == "disabled":
-        yield warn("wandb", "WANDB_MODE=disabled: tracker=wandb records nothing", "unset WANDB_MODE, or offline")
+        hint = "unset WANDB_MODE, or set it to offline"
+        yield warn("wandb", "WANDB_MODE=disabled: tracker=wandb records nothing", hint)
     elif has_key(environ):
         yield ok("wandb", "an API key is there")
     else:

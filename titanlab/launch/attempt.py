@@ -154,7 +154,7 @@ def begin(run: RunFolder, recipe: Recipe, group: Group) -> int:
     """
     for path in (run.path / "metrics.jsonl", *sorted(run.logs.glob("*.log"))):
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            what = "a symbolic link" if path.is_symlink() else "no regular file"
+            what = "a symbolic link" if path.is_symlink() else "not a regular file"
             raise ConfigError("run", path, f"is {what}, and this attempt would append to it", "remove it")
     if group.checkpoint is None:
         pass_over_damaged(run, recipe, group.report)

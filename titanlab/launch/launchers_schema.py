@@ -149,8 +149,8 @@ class Slurm(LaunchConfig):
             raise ConfigError("launch.gpu_flag", self.gpu_flag, "is not a GPU flag", f"try {' or '.join(_GPU_FLAGS)}")
         for name in self.environment:
             if not _NAME.fullmatch(name):
-                rule = "is not a variable name"
-                raise ConfigError("launch.environment", name, rule, "letters, digits and '_', the first no digit")
+                cure = "use letters, digits and '_', and do not begin with a digit"
+                raise ConfigError("launch.environment", name, "is not a variable name", cure)
         for name, value in self.extra.items():
             if not _FLAG.fullmatch(name):
                 raise ConfigError("launch.extra", name, "is not a flag of sbatch", "write it long, without the dashes")

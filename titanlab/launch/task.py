@@ -244,7 +244,7 @@ def requeue(job: Job, *, least_nodes: int | None = None) -> None:
         say("not put back into the queue: launch.requeue=false")
         return
     if place.restart >= launch.get("max_requeues", 0):
-        say(f"not put back into the queue: it has been {place.restart} times (launch.max_requeues)")
+        say(f"not put back into the queue: it has been put back {place.restart} times (launch.max_requeues)")
         return
     most = len(place.nodes)
     if least_nodes is None or least_nodes >= most:

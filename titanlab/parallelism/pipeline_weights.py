@@ -169,7 +169,7 @@ def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParalle
                 layers = {name: parent.get_submodule(name) for name in product.layers}
                 found = [take_over(layer, f"{owner}.{name}", **setting) for name, layer in layers.items()]
                 if any(other is not found[0] for other in found) or not found[0].splits:
-                    rule = f"multiplies {', '.join(layers)} of {owner} as one, and they have no product in common"
+                    rule = f"multiplies {', '.join(layers)} of {owner} as one product, which they do not share"
                     raise ConfigError(**setting, rule=rule)
                 for name, layer in layers.items():
                     # No code adds a bias to each part.

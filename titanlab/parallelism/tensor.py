@@ -229,7 +229,7 @@ def parallelise(
     """
     unknown = sorted(set(plan.values()) - set(styles))
     if unknown:
-        raise ValueError(f"the tensor plan names {', '.join(unknown)}; there is {', '.join(styles)}")
+        raise ValueError(f"the tensor plan names {', '.join(unknown)}; known: {', '.join(styles)}")
     for name, module in list(model.named_modules()):
         style = style_of(plan, name)
         if style and style in _TAKEN:

@@ -75,7 +75,7 @@ def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
     check_same(first.path.name, a.facts, b.facts, "compare runs that differ in layout or technique only")
     tokens = sorted(a.rows.keys() & b.rows.keys())
     if not tokens:
-        rule = f"has no logged step at a number of tokens at which {first.path.name} has one"
+        rule = f"has no logged step in common with {first.path.name}: none is at the same number of tokens"
         raise ConfigError("run", second.path.name, rule, "log the same steps: training.log_every")
     losses, norms = ([_relative(a.rows[at][place], b.rows[at][place]) for at in tokens] for place in (0, 1))
     limits = max((of_runs(logged.recipe.precision) for logged in (a, b)), key=lambda limit: limit.loss)

@@ -180,8 +180,8 @@ def too_exact(recipe: Recipe, from_fp32: TraceDifference, rounding: TraceDiffere
     if recipe.precision == Fp32() or from_fp32.gradient[0] >= least:
         return ""
     return (
-        f"gradients differ from fp32 by {from_fp32.gradient[0]:.1e} only, and in {recipe.precision.kind} by "
-        f"{rounding.gradient[0]:.1e}: it computes in another precision"
+        f"gradients differ from fp32 by only {from_fp32.gradient[0]:.1e}, and those of {recipe.precision.kind} by "
+        f"{rounding.gradient[0]:.1e}: the recipe computes in another precision"
     )
 
 

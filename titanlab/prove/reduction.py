@@ -143,7 +143,7 @@ class Folded:
         ranks, schedule = self.layout.pipeline, self.recipe.schedule
         stages = 1 if ranks == 1 else len(schedule.placement(ranks=ranks))
         if stages > _MOST_LAYERS:
-            rule = f"makes {stages} stages of {ranks} ranks, and each stage needs a block"
+            rule = f"makes {stages} stages of {ranks} ranks: more than the {_MOST_LAYERS} blocks of a proof"
             raise ConfigError("schedule", schedule.kind, rule, "prove it with fewer stages a rank")
         return 2 * stages if stages <= 2 else stages
 
@@ -259,7 +259,7 @@ def reduce_all(
         run, recipe = candidate.run, candidate.recipe
         key, schedule = json.dumps(comparable(recipe), sort_keys=True, default=str), recipe.schedule
         is_fixed = schedule.fixed_size() is not None
-        fixed = {"pipeline": f"schedule={schedule.kind} is for so many ranks"} if is_fixed else {}
+        fixed = {"pipeline": f"schedule={schedule.kind} is for exactly this number of ranks"} if is_fixed else {}
         try:
             for layout in folded(recipe.layout, most=most, fixed=fixed):
                 case = Folded(run=run, recipe=recipe, layout=layout)
@@ -413,7 +413,7 @@ def _model(recipe: Recipe, sizes: Sizes, notes: list[str]) -> ModelConfig:
         if count > _SMALL:
             rule = f"has {count:,} parameters, and its config has no method that reduces them"
             raise ConfigError("model", model.kind, rule, "add `reduced` to it (docs/models-of-your-own.md)")
-        notes.append(f"model={model.kind} is taken as it is: {count:,} parameters")
+        notes.append(f"model={model.kind} is not reduced, and keeps {count:,} parameters")
         reduced = model
     if reduced.attention not in _CPU_KERNELS:
         notes.append(f"model.attention={reduced.attention} needs a GPU: auto")
@@ -439,5 +439,5 @@ def _checkpoint(recipe: Recipe, notes: list[str]) -> CheckpointConfig:
         return NoCheckpoints()
     config = config.reduced(note=notes.append)
     if config.folder is not None:
-        notes.append("checkpoint.folder is left alone: the checkpoint is written beside the run")
+        notes.append("checkpoint.folder is not used: the checkpoint is written beside the run")
     return replace(config, every=2, minutes=0.0, keep=1, keep_every=0, load_from=None, folder=None)

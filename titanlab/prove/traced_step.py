@@ -179,7 +179,7 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
         ConfigError: the recipe cannot be traced.
     """
     is_gpu = recipe.cluster.accelerator == "cuda"
-    notes = ["attention and norms are those of a CPU, and so is what they keep"] if is_gpu else []
+    notes = ["attention and norms are traced with CPU kernels, and keep what those keep"] if is_gpu else []
     if recipe.parallelism.cpu_offload and is_gpu:
         rule = "copies between two devices, and a trace has one"
         raise ConfigError("parallelism.cpu_offload", True, rule, "try parallelism.cpu_offload=false")
@@ -191,7 +191,7 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
         parts = [name for name, on in (("block", recipe.compile.blocks), ("loss", recipe.compile.loss)) if on]
         notes.append(f"compile={'+'.join(parts)} is traced in eager mode")
         if recipe.ac.compiler_budget() is not None:
-            notes.append(f"ac={recipe.ac.kind} is the compiler's: blocks keep all activations in the trace")
+            notes.append(f"ac={recipe.ac.kind} is the work of a compiler: blocks keep all activations in the trace")
             recipe = replace(recipe, ac=NoCheckpointing())
         recipe = replace(recipe, compile=Compile())
     parallelism = recipe.parallelism

@@ -321,7 +321,7 @@ def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
     if not _kind_of(schema, group)[0]:
         names = " or ".join(f"[{option.schema_name}, _self_]" for option in kinds.values())
         cure = f"begin its YAML with defaults: {names}"
-        raise ConfigError(group, choice, "is made without a schema of this group", cure)
+        raise ConfigError(group, choice, "has no schema of this group", cure)
     contract, bases = contract_of(group), () if schema is None else schema.__mro__
     if None not in kinds and contract not in [base.__module__ for base in bases]:
         # Only a package for another version of titanlab has such a config.
@@ -342,7 +342,7 @@ def _check_kind(config: Any, group: str) -> None:
             _check_kind(part, group)
     kind = getattr(config, "kind", expected)
     if kind != expected:
-        rule = f"says which schema the group has, and it has that of {expected}"
+        rule = f"must name the schema of the group, which is {expected}"
         raise ConfigError(f"{group}.kind", kind, rule, f"leave it out, and choose with {group}=…")
 
 

@@ -230,7 +230,7 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
             if (group in discover() or not group) and not isinstance(chosen, str | list):
                 cure = "`titanlab train --help` lists them"
                 return ConfigError(group or ARGUMENTS, chosen, "is not an option of a group", cure)
-        return ConfigError(ARGUMENTS, " ".join(overrides), "an option of a group is named by text", HELP)
+        return ConfigError(ARGUMENTS, " ".join(overrides), "the option of a group must be text", HELP)
     for override in overrides:
         # A recipe without a package: Hydra puts its keys below the name of its group.
         group, _, option = override.lstrip("+").partition("=")
@@ -253,9 +253,9 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
             group or "config", option, f"cannot be composed ({first_line(named[2])})", f"mend {named[1]}.yaml"
         )
     if message.startswith("Could not delete"):
-        return ConfigError(key, value, "takes out what is not there", advice(bare))
+        return ConfigError(key, value, "removes a key or group that this recipe does not have", advice(bare))
     if (added := re.search(r"append to your default list use (\+\w+=\S+)", message)) is not None:
-        return ConfigError(key, value, "is of a group that is not in every recipe", f"try {added[1]}")
+        return ConfigError(key, value, "names a group that not every recipe has", f"try {added[1]}")
     if message.startswith("Could not override"):
         return ConfigError(key, value, "is not a key or group of this recipe", advice(bare.partition("@")[0]))
     if bare:

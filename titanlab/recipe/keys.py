@@ -203,7 +203,7 @@ def unknown_key(key: str, value: object) -> ConfigError:
         return ConfigError(key, value, "is not a key of Hydra", "see `titanlab train --cfg hydra`")
     if (part := _in_combination(key)) is not None and find_key(key) is not None:
         group, kind, inner = part
-        rule = f"is a key only where a list of options is chosen that has {kind}"
+        rule = f"is a key only if {group} is a list of options that contains {kind}"
         return ConfigError(key, value, rule, f"with {group}={kind} alone, write {group}.{inner}={value}")
     return ConfigError(key, value, "is not a key of this recipe", advice(key))
 

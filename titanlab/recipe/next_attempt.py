@@ -150,7 +150,7 @@ def check_changeable(
         if is_group and key in presets:
             continue
         if is_group:
-            rule = "is another preset, and a run that has begun has values"
+            rule = "chooses a preset, which is not possible in a run that has begun"
             raise ConfigError(key, value, rule, f"give keys of {key}{_EXAMPLES.get(key, '')}")
         if not any(key == name or (name.endswith(".") and key.startswith(name)) for name in changeable):
             allowed = ", ".join(name.removesuffix(".") for name in changeable)

@@ -191,7 +191,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     merged = _merged(schema_node(Recipe), others, "")
     for item in dataclasses.fields(Recipe):
         if item.default is MISSING and item.name not in options:
-            raise ConfigError(item.name, None, "is a group that every config has", _COMPARE)
+            raise ConfigError(item.name, None, "is missing: every config has this group", _COMPARE)
     return Recipe(**options, **{str(key): merged[key] for key in merged if key not in options})
 
 
@@ -217,7 +217,7 @@ def _option(group: str, content: Any) -> Any:
     for item in dataclasses.fields(schema):
         default = getattr(made, item.name)
         if item.name not in content and item.metadata.get("before", default) != default:
-            rule = f"is not in this config, and the default of this version, {default}, is another recipe"
+            rule = f"is not in this config, and the default of this version, {default}, would make another recipe"
             raise ConfigError(f"{group}.{item.name}", None, rule, "use the version that made it")
     if len(_OPTIONS) >= _MOST_OPTIONS:
         _OPTIONS.clear()

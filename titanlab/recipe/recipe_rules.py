@@ -162,7 +162,7 @@ def _attention(recipe: Recipe) -> None:
     if not recipe.data.document_mask or not on_gpu:
         return
     if backend in _WITHOUT_DOCUMENTS[recipe.layout.context > 1]:
-        rule = f"has no form for documents with context={recipe.layout.context}, and data.document_mask is on"
+        rule = f"cannot mask documents with context={recipe.layout.context}, and data.document_mask is on"
         raise ConfigError("model.attention", backend, rule, "try auto")
     width = recipe.model.account().head_dim
     if backend == "auto" and recipe.layout.context == 1 and width < _NARROWEST_FLEX:
@@ -298,7 +298,7 @@ def check_expert(layout: Layout, config: Parallelism, account: ModelAccount) -> 
     """Check that expert parallelism can divide the experts among the processes of shard, context and tensor."""
     degree, key = layout.expert, "parallelism.expert"
     if degree < 1:
-        rule = "a degree is at least 1, and that of experts does not follow from the world: it multiplies nothing"
+        rule = "must be at least 1: the world is the product of the other degrees, so this one cannot follow from it"
         raise ConfigError(key, degree, rule, "try 1")
     if degree == 1:
         return
@@ -370,7 +370,7 @@ def check_pipeline(
         other = "a schedule with fewer stages a rank" if stages > degree else "a model of more blocks"
         raise ConfigError(key, degree, rule, f"{_try(key, fits or [1], degree)}, or {other}")
     if stages * microbatches > MOST_ACTIONS:
-        rule = f"makes {microbatches:,} microbatches of a step, in {stages} stages: more than a schedule is made for"
+        rule = f"makes {microbatches:,} microbatches of a step, in {stages} stages: too many for a schedule"
         cure = "give a smaller training.global_batch, or a larger training.microbatch"
         raise ConfigError(key, degree, rule, cure)
 
@@ -395,7 +395,7 @@ def _check_fast_collectives(recipe: Recipe) -> None:
         ),
     )
     cure = "try false, or parallelism.cpu_offload=false"
-    rule = "is memory of NCCL, AsyncTP needs that of CUDA, and torch has one of both in a process"
+    rule = "uses NCCL's symmetric memory, AsyncTP needs CUDA's, and torch allows only one of them in a process"
     symmetric_memory = (
         (layout.fsdp == 1, "is memory in which FSDP2 gathers, and nothing is sharded", "try false"),
         (on_cpu, "is memory between GPUs, and this runs on a CPU", "try false"),

@@ -213,4 +213,4 @@ def _variable(name: str, default: Any = None) -> Any:
 
 
 def _refuse_making(name: str, *_: Any) -> Any:
-    raise ConfigError(name, "…", "makes configs of text, which nobody can check", "write the value itself")
+    raise ConfigError(name, "…", "creates configs from text, which cannot be checked", "write the value itself")

@@ -41,7 +41,7 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
     except ValueError as error:
         raise ConfigError("run", path, f"is not JSON ({error})", cure) from error
     if not isinstance(value, dict):
-        raise ConfigError("run", path, f"holds {type(value).__name__} and no object", cure)
+        raise ConfigError("run", path, f"holds {type(value).__name__}, not an object", cure)
     return value
 
 

@@ -106,7 +106,7 @@ def _plain(value: Any, declared: Any) -> Any:
     if isinstance(value, (list, tuple)):
         item_type = _argument(declared, 0)
         return [_plain(item, item_type) for item in value]
-    raise TypeError(f"{type(value).__qualname__} {value!r}: no value of a configuration, so it cannot be hashed")
+    raise TypeError(f"{type(value).__qualname__} {value!r}: not a value of a configuration, so it cannot be hashed")
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class OutcomeKind(enum.StrEnum):
     OOM = "oom", 70, "memory ran out, on the device or on the host"
     HANG = "hang", 71, "a step or a collective did not finish in time", "asked"
     NAN = "nan", 72, "the loss or the gradient is not a finite number"
-    CRASH = "crash", 1, "an error that no other word fits; the traceback says which", "asked"
+    CRASH = "crash", 1, "an error that no other outcome describes; the traceback shows it", "asked"
     PREEMPTED = "preempted", 75, "told to stop, by the scheduler or by SIGTERM", "automatic"
     WALLTIME = "walltime", 76, "the time that it was given is over", "automatic"
     NODE_FAIL = "node_fail", 73, "a machine or a device failed", "automatic"

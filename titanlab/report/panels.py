@@ -184,7 +184,7 @@ def _throughput(facts: Facts) -> Section:
     rows = facts.rows if len(facts.groups) <= _MOST_RECIPES else [row for row in facts.rows if id(row) in kept]
     measured = [(group, group.typical("tokens_per_second")) for group in facts.groups]
     shown = [f"{group.label} {grouped(value)}" for group, value in measured if value is not None]
-    caption = "A bar is the geometric mean over the runs of a recipe, a white point is one run: the run is the unit."
+    caption = "A bar is the geometric mean over the runs of a recipe, a white point is one run; each run counts once."
     if facts.bands:
         caption += f" {facts.band_text}"
     else:
@@ -225,7 +225,7 @@ def _step_time(facts: Facts) -> Section:
         clauses.append(f"{split.label}: {', '.join(shares)}")
     drawn = {split.run for split in splits}
     missing = [group.label for group, _ in facts.shown if drawn.isdisjoint(str(row["run"]) for row in group.rows)]
-    notes = [f"Without a bar, for lack of figures: {listed(missing)}."] if missing else []
+    notes = [f"No bar, because figures are missing: {listed(missing)}."] if missing else []
     if len(facts.groups) > len(facts.shown):
         notes.append(f"Only the {len(facts.shown)} fastest of {counted(len(facts.groups), 'recipe')} are looked at.")
     values = ([run_cell(each.run), *(cell(each.seconds.get(part), digits=3) for part in parts)] for each in splits)

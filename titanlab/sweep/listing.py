@@ -274,7 +274,7 @@ def row_details(row: Row) -> list[tuple[str, object]]:
         ("waits for", row["queue_reason"]),
         *moments.items(),
         ("tracker", row["tracker_gap"]),
-        ("code", "other than what is here now" if row["stale"] else None),
+        ("code", "differs from the present code" if row["stale"] else None),
         ("folder", row["folder"]),
     ]
     return [(label, value) for label, value in facts if value not in (None, "")]

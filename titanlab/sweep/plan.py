@@ -172,7 +172,7 @@ def fitting(study: Study, *, strictly: bool) -> Study:
     percent = f"{100 * MEMORY_ERROR:.0f} %"
     if doubtful:
         notices.append(
-            f"{counted(doubtful, 'run')} may not fit into memory: each estimate is too much, but by less than the "
+            f"{counted(doubtful, 'run')} may not fit into memory: each estimate exceeds it, but by less than the "
             f"largest error of estimates ({percent}); --prune leaves them out"
         )
     if dropped and not strictly:

@@ -98,7 +98,7 @@ def _entry(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRe
     if not done:
         reason = f"no run is done: {_counts(Counter(map(state_word, group.rows)))}"
     elif max_memory_gib is not None and memory is None:
-        reason = "its memory is unknown, so that it cannot be held against the limit"
+        reason = "its memory is unknown, so it cannot be compared with the limit"
     elif max_memory_gib is not None and memory is not None and memory > max_memory_gib:
         reason = f"needs {memory:.2f} GiB, more than {max_memory_gib:g}"
     elif not counting:

@@ -145,8 +145,8 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
     if unwritten:
         name, reason = next(iter(unwritten.items()))
         report(
-            f"{counted(len(unwritten), 'run')} ended without a result, and none can be noted: {name} {reason}; "
-            "their owner's `titanlab status` does"
+            f"{counted(len(unwritten), 'run')} ended without a result, and no result can be written: {name} {reason}; "
+            "run `titanlab status` as their owner"
         )
     return states
 

@@ -144,7 +144,8 @@ def _check_plugins(base: DictConfig) -> None:
     for name in ("sweeper", "launcher"):
         node = base.hydra[name]
         if node is None:
-            raise ConfigError(f"hydra.{name}", None, "takes away what titanlab reads a sweep with", "leave it out")
+            rule = "removes a part of Hydra that titanlab needs for sweeps"
+            raise ConfigError(f"hydra.{name}", None, rule, "leave it out")
         target = "" if OmegaConf.get_type(node) is SweepSpace else str(node.get("_target_"))
         if target and not is_hydras_own(target):
             key, value = f"hydra/{name}", base.hydra.runtime.choices.get(f"hydra/{name}")
@@ -171,7 +172,8 @@ def _typed_values(loader: Loader, flags: Flags, params: Mapping[str, Any]) -> di
 def _swept_values(loader: Loader, text: str, override: Override) -> list[Any]:
     key, _, typed = text.partition("=")
     if not override.is_discrete_sweep():
-        raise ConfigError(key, typed, "has no end of values", f"list some: {key}=0.1,0.2, or range(start,stop,step)")
+        cure = f"list some: {key}=0.1,0.2, or range(start,stop,step)"
+        raise ConfigError(key, typed, "has infinitely many values", cure)
     swept = override.value()
     if isinstance(swept, RangeSweep) and swept.start is not None and swept.stop is not None:
         # Before its values are created.
@@ -181,7 +183,7 @@ def _swept_values(loader: Loader, text: str, override: Override) -> list[Any]:
         except (ArithmeticError, ValueError) as error:
             # The step is 0, or a bound is infinite or not a number.
             cure = "write range(start,stop,step) with numbers and a step that is not 0"
-            raise ConfigError(key, typed, "has no end of values, or none at all", cure) from error
+            raise ConfigError(key, typed, "has infinitely many values, or none", cure) from error
         if count > LIMIT:
             rule = f"are {count} values, and a sweep has at most {LIMIT} points"
             raise ConfigError(key, typed, rule, "take some out")
@@ -242,9 +244,10 @@ def _check_keys(request: Request) -> None:
     for key, by_text in values.items():
         choices = list(by_text.values())
         if key.partition(".")[0].partition("/")[0] == "hydra":
-            raise ConfigError(key, _listed(choices), "is Hydra's own, which is one for all points", "give one value")
+            raise ConfigError(key, _listed(choices), "is Hydra's own, with one value for all points", "give one value")
         if key in _OF_THE_SWEEP:
-            raise ConfigError(key, _listed(choices), "is one for the whole sweep", "give one value, outside the space")
+            rule = "must have one value for the whole sweep"
+            raise ConfigError(key, _listed(choices), rule, "give one value, outside the space")
         if key == "repeat" and request.repeats > 1:
             raise ConfigError(key, _listed(choices), "is counted by repeats already", "leave one of the two out")
         if loader.is_group(key):

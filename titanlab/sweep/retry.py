@@ -131,7 +131,7 @@ def retry(
     """
     if not (outcomes or stale or names):
         cure = "try --outcome hang,node_fail, --all-failed or --stale, or name runs"
-        raise ConfigError("arguments", "", "do not say which runs", cure)
+        raise ConfigError("arguments", "", "do not say which runs to retry", cure)
     for outcome in outcomes:
         if outcome not in FAILED:
             rule = "is done" if outcome == OutcomeKind.DONE.value else "is not an outcome"
@@ -143,10 +143,11 @@ def retry(
     for override in overrides:
         key, _, value = override.partition("=")
         if key == "launch.kind":
-            raise ConfigError(key, value, "would be another launcher", "submit the sweep under another name: sweep=…")
+            rule = "cannot be changed for a sweep's runs"
+            raise ConfigError(key, value, rule, "submit the sweep under another name: sweep=…")
     with folder.claim():
         settle(folder, report)
-        chosen, note = [], "; runs whose jobs it may have are left alone"
+        chosen, note = [], "; runs that may still have a job are left alone"
         for run, _, word, ended_as in standings(folder, report, names, note=note):
             if stale:
                 # None: no attempt has begun.

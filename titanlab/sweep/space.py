@@ -57,7 +57,7 @@ def expand(space: Any) -> list[Values]:
         text = canonical_text(point)
         if text in seen:
             shown = ", ".join(f"{key}={value}" for key, value in point.items())
-            raise ConfigError(SPACE, shown, "is there twice", "take one out; `repeats` runs every point several times")
+            raise ConfigError(SPACE, shown, "occurs twice", "take one out; `repeats` runs every point several times")
         seen.add(text)
     return points
 
@@ -158,7 +158,7 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
     words = [word for word in WORDS if word in space]
     if len(space) != 1 or not words:
         if words:
-            rule = f"has {' and '.join(map(str, space))} beside each other, and a space has one word"
+            rule = f"has {' and '.join(map(str, space))} side by side, but a space has only one key"
             raise ConfigError(place, ", ".join(map(str, space)), rule, f"write product: [{{{words[0]}: …}}, …]")
         near = [close for key in space for close in difflib.get_close_matches(str(key), WORDS, n=1)]
         cure = f"did you mean {near[0]}?" if near else _EXAMPLE
@@ -204,7 +204,7 @@ def _check_mapping(inner: Mapping[Any, Any], word: str, at: str) -> None:
         for value in values:
             # In a zip, a value may occur twice with different partners.
             if canonical_text(value) in known and word != "zip":
-                raise ConfigError(where, value, "is there twice", "take one out; `repeats` runs a point several times")
+                raise ConfigError(where, value, "occurs twice", "take one out; `repeats` runs a point several times")
             known.add(canonical_text(value))
 
 
@@ -362,7 +362,7 @@ def _compiled(node: ast.expr, text: str, names: list[str]) -> Callable[[Look], A
     # Name the operator that is refused, if there is one: it says more than the expression.
     operators = [getattr(node, "op", None), *getattr(node, "ops", ())]
     refused = next((op for op in operators if op and type(op) not in {**_COMPARISONS, **_ARITHMETIC}), node)
-    rule = _MEANT.get(type(refused), f"has something in it that no condition has ({type(refused).__name__})")
+    rule = _MEANT.get(type(refused), f"contains {type(refused).__name__}, which a condition may not contain")
     raise ConfigError(WHERE, text, rule, _CURE)
 
 

@@ -87,7 +87,7 @@ def _parameters(model: nn.Module, account: ModelAccount, values: Any) -> Iterato
         yield f"initial_values: {name} is in only one of initial_values and module"
     for name in (account.embedding, *account.lookups, *account.tied.values()):
         if name not in shapes:
-            yield f"account: {name} is named, and no parameter"
+            yield f"account: {name} is named, but the model has no such parameter"
     for name in account.tied.keys() & shapes.keys():
         yield f"tied: {name} has storage of its own"
 
@@ -99,7 +99,7 @@ def _pieces(model: LanguageModel, account: ModelAccount) -> Iterator[str]:
     modules = dict(model.named_modules())
     if account.pieces:
         if [piece for piece in account.pieces if is_in_block(piece)] != blocks:
-            yield "pieces: the blocks are not there, all and in order"
+            yield "pieces: blocks are missing, or not in order"
         for piece in set(account.pieces) - set(modules):
             yield f"pieces: there is no module {piece}"
         for name in account.parameters:
@@ -122,7 +122,7 @@ def _plan(model: nn.Module, account: ModelAccount) -> Iterator[str]:
     modules = [name for name, _ in model.named_modules()]
     for path, style in account.tensor_plan.items():
         if style not in STYLES:
-            yield f"tensor_plan: {path} is to be {style}, and there is {', '.join(STYLES)}"
+            yield f"tensor_plan: {path} has the style {style}; known: {', '.join(STYLES)}"
         if not any(path.count(".") == name.count(".") and fnmatch.fnmatchcase(name, path) for name in modules):
             yield f"tensor_plan: there is no module {path}"
     for name in account.parameters:
@@ -169,7 +169,7 @@ def _operations(
             yield f"operations: {name} is there {number} times"
     for edge in edges:
         if account.pieces and edge.name not in account.pieces:
-            yield f"operations: {edge.name} is outside of the blocks, and no piece"
+            yield f"operations: {edge.name} is outside of the blocks, but not one of the pieces"
     total, expected = counter.get_total_flops(), account.layers * forward_flops(block) + forward_flops(edges)
     if total != expected:
         yield f"operations: a forward pass takes {total} FLOPs, not {expected}"
@@ -209,7 +209,7 @@ def _stages(make_model: Any, account: ModelAccount, *, batch: int, seq_len: int)
         if tuple(whole.shape) != (batch, seq_len, account.vocab_size):
             yield f"forward: logits are {tuple(whole.shape)}, not {(batch, seq_len, account.vocab_size)}"
         if not _equal(whole, make_model(account.pieces)(tokens, positions)):
-            yield "forward: positions 0, 1, … make another result than none"
+            yield "forward: positions 0, 1, … give another result than no positions"
         cuts = range(1, len(account.pieces)) if not account.tied else ()
         for cut in cuts:
             name = account.pieces[cut]

@@ -301,7 +301,8 @@ def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
     prefix = next((prefix for prefix in PREFIXES if any(f"{prefix}{name}" in saved for name in shapes)), None)
     if prefix is None:
         first, there = next(iter(shapes)), sorted(saved)[:3]
-        rule = f"has no parameter of the model, as {first} or model.{first}; it has {', '.join(there) or 'nothing'}"
+        rule = f"has no parameter of the model, such as {first} or model.{first}; "
+        rule += f"it has {', '.join(there) or 'nothing'}"
         raise ConfigError(key, folder, rule, "give the --model that was saved")
     source = _source(reader, prefix, model, {})
     for name, shape in shapes.items():

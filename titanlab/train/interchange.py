@@ -245,7 +245,7 @@ def _check_copies(source: SafetensorsSource, title: str) -> None:
         for offsets, sizes in source.entries[names[original]].chunks():
             first, second = (source.read_stored(name, offsets, sizes) for name in (original, copy))
             if first.shape != second.shape or not bool((first == second).all()):
-                rule = f"its embeddings are tied, and yet {copy} is not {original}"
+                rule = f"its embeddings are tied, but {copy} differs from {original}"
                 raise ConfigError("source", title, rule, "set tie_word_embeddings to what the model was")
 
 
@@ -408,7 +408,7 @@ def check_target(folder: Path, is_ours: Callable[[Path], bool], *, force: bool) 
     if folder.exists() and not force:
         raise ConfigError("--into", folder, "exists", "name another folder, or give --force to replace it")
     if folder.exists() and not is_ours(folder):
-        raise ConfigError("--into", folder, "holds something else than weights", "name another folder")
+        raise ConfigError("--into", folder, "contains something other than weights", "name another folder")
     parent = next(path for path in folder.absolute().parents if path.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         why = "no permission" if parent.is_dir() else f"{parent} is not a folder"

@@ -112,7 +112,7 @@ def tracker_gap(run: RunFolder) -> str | None:
         if unfinished:
             gap = _unfinished(run, unfinished)
         elif left_out := sum(record.left_out for record in by_attempt.values()):
-            gap = f"lacks {left_out} rows, for it could not keep up"
+            gap = f"lacks {left_out} rows, because the tracker could not keep up"
         elif "online" in wanted and waiting_files(run):
             gaps.append(f"{kind}: written offline, not uploaded; titanlab sync {shown_path(run.path)}")
             continue
@@ -128,7 +128,7 @@ def _unfinished(run: RunFolder, unfinished: Mapping[int, Record]) -> str:
     taken = max((record.step for record in unfinished.values() if record.step is not None), default=None)
     if last is None or (taken is not None and taken >= last):
         return "was not closed, and may lack the last rows"
-    return f"has perhaps none of {last} steps" if taken is None else f"has at least the steps up to {taken} of {last}"
+    return f"may lack all {last} steps" if taken is None else f"has at least the steps up to {taken} of {last}"
 
 
 def waiting_files(run: RunFolder) -> list[Path]:
@@ -239,8 +239,8 @@ def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record
         wanted = list(own.values()) if tracker is None else [own.get(tracker.kind, tracker)]
         configs = [made for config in wanted if (made := config.for_rebuild(len(rows))) is not None]
         if not configs:
-            rule = "keeps nothing beside metrics.jsonl, which is whole"
-            raise ConfigError("tracker", recipe.tracker.kind, rule, "nothing is to be done")
+            rule = "writes nothing besides metrics.jsonl, which is complete"
+            raise ConfigError("tracker", recipe.tracker.kind, rule, "there is nothing to do")
         if not rows:
             raise ConfigError("run", run.path, "has no rows in metrics.jsonl", "there is nothing to write")
         several = len(own) > 1 or (tracker is not None and tracker.kind not in own)

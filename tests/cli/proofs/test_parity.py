@@ -16,7 +16,9 @@ def test_recipes_of_a_sweep_are_proved_and_kept_with_it(says, here, ranks):
     code, out, _ = says("parity", "+sweeps=quickstart_layouts", "--only", "fsdp_tp")
     assert code == 0
     lines = out.splitlines()
-    assert lines[0].startswith("quickstart_layouts (sweeps/quickstart_layouts): 2 recipes, each held to one process")
+    assert lines[0].startswith(
+        "quickstart_layouts (sweeps/quickstart_layouts): 2 recipes, each compared with one process"
+    )
     assert lines[1].startswith("reduced to 4 layers of 64, 8 heads and 2 key/value heads, vocabulary 256, 8 sequences")
     assert [line.partition("-world")[0] for line in lines[2:4]] == ["[1/2] PASS  fsdp_tp", "[2/2] PASS  fsdp_tp_pp"]
     assert lines[-2:] == ["kept in runs/quickstart_layouts/parity.json", "PASS: 2 recipes"]
@@ -111,7 +113,7 @@ def test_a_name_of_a_run_and_of_a_recipe_is_the_recipe_next_to_a_recipe(says, he
     Made(here / "runs").run("quickstart")
     code, out, _ = says("parity", "quickstart", f"+recipe=quickstart {TWO}")
     assert code == 0
-    assert out.startswith("two recipes: 2 recipes, each held to one process")
+    assert out.startswith("two recipes: 2 recipes, each compared with one process")
 
 
 def test_steps_and_processes_are_those_of_the_flags(says, ranks):

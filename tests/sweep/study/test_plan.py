@@ -292,7 +292,7 @@ def test_what_exceeds_memory_by_more_than_the_error_of_estimates_is_left_out(tmp
     assert kept.dropped[1].reason == "would reserve about 118 GB of a device's 80.0 GB"
     assert kept.notices == (
         (
-            "1 run may not fit into memory: each estimate is too much, but by less than the largest error of estimates "
+            "1 run may not fit into memory: each estimate exceeds it, but by less than the largest error of estimates "
             "(40 %); --prune leaves them out"
         ),
         (

@@ -206,7 +206,7 @@ def test_each_fact_has_its_words():
         "job": "slurm 12_1 RUNNING",
         "waits for": "Resources",
         "tracker": "3 steps are missing",
-        "code": "other than what is here now",
+        "code": "differs from the present code",
         "folder": "/runs/a",
     }
     assert facts(precision="bf16", ac="none", compile="off")["techniques"] == "bf16"

@@ -313,7 +313,7 @@ OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed s
     ("rows", "by", "limit", "reason"),
     [
         ([row(outcome="oom"), row(state="queued", outcome=None)], "tps", None, "no run is done: 1 oom, 1 queued"),
-        ([row(memory_gib=None)], "tps", 80.0, "its memory is unknown, so that it cannot be held against the limit"),
+        ([row(memory_gib=None)], "tps", 80.0, "its memory is unknown, so it cannot be compared with the limit"),
         ([row(memory_gib=1.0), row(memory_gib=9.0)], "tps", 8.5, "needs 9.00 GiB, more than 8.5"),
         ([row(memory_gib=80.0)], "tps", 80.0, None),
         ([row(oversubscribed=True)], "mfu", None, OVERSUBSCRIBED),

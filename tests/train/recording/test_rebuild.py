@@ -137,7 +137,7 @@ def test_a_tracker_that_cannot_be_written_leaves_what_there_was(made, monkeypatc
 def test_what_cannot_be_rebuilt(made):
     plain = made.run("plain")
     begin(plain)
-    with pytest.raises(ConfigError, match=r"^tracker=jsonl: keeps nothing beside metrics\.jsonl"):
+    with pytest.raises(ConfigError, match=r"^tracker=jsonl: writes nothing besides metrics\.jsonl"):
         rebuild(plain)
     empty = made.run("empty", seed=1)
     begin(empty, tracker=dataclasses.asdict(Wandb()))

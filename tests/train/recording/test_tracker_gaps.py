@@ -69,8 +69,8 @@ def test_a_run_without_trackers_lacks_nothing(run):
     [
         ({"state": OPEN, "step": 2}, "wandb: has at least the steps up to 2 of 4"),
         ({"state": OPEN, "step": 4}, "wandb: was not closed, and may lack the last rows"),
-        ({"state": OPEN}, "wandb: has perhaps none of 4 steps"),
-        ({"state": FINISHED, "left_out": 3}, "wandb: lacks 3 rows, for it could not keep up"),
+        ({"state": OPEN}, "wandb: may lack all 4 steps"),
+        ({"state": FINISHED, "left_out": 3}, "wandb: lacks 3 rows, because the tracker could not keep up"),
         ({"state": FINISHED, "left_out": 0}, None),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_rebuild_makes_up_for_the_attempts_before_it(run):
     write_record(run.path / RECORD_FILE, replace(rebuilt, state=FINISHED))
     assert tracker_gap(run) is None
     attempt(run, [3], resumed_step=2, state=OPEN)
-    assert gap(run) == "wandb: has perhaps none of 3 steps"
+    assert gap(run) == "wandb: may lack all 3 steps"
 
 
 def test_an_upload_that_was_asked_for_waits(run):
@@ -124,7 +124,7 @@ def test_files_outside_of_the_run_are_never_uploaded(run, tmp_path, folder):
     (run.path / folder).mkdir(parents=True, exist_ok=True)
     (run.path / folder / "run-x.wandb").write_text("")
     assert waiting_files(run) == []
-    assert gap(run) == "wandb: has perhaps none of 1 steps"
+    assert gap(run) == "wandb: may lack all 1 steps"
 
 
 @pytest.mark.parametrize(("resumed_step", "repeats"), [(4, False), (3, True), (0, True)])

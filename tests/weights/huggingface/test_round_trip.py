@@ -91,7 +91,7 @@ def test_what_is_there_is_replaced_where_a_person_says_so(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     assert main(["import", str(second), "--into", str(tmp_path / "mine"), "--force"]) == 2
-    assert "holds something else than weights" in capsys.readouterr().err
+    assert "contains something other than weights" in capsys.readouterr().err
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 

@@ -223,7 +223,7 @@ _WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
     "DEADLINE": (OutcomeKind.WALLTIME, "the job's deadline was reached before it could save"),
     "NODE_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job failed"),
     "BOOT_FAIL": (OutcomeKind.NODE_FAIL, "a node of the job could not be started"),
-    "OUT_OF_MEMORY": (OutcomeKind.OOM, "the job had more memory than it was given"),
+    "OUT_OF_MEMORY": (OutcomeKind.OOM, "the job used more memory than it was given"),
     "CANCELLED": (OutcomeKind.CANCELLED, "the job was cancelled"),
     "PREEMPTED": (OutcomeKind.PREEMPTED, "the job was preempted before it could save"),
     "REVOKED": (OutcomeKind.CANCELLED, "the job was revoked"),

@@ -183,7 +183,7 @@ def check_settings(settings: Mapping[str, str], config: Slurm) -> Iterator[Findi
     kind, mode = settings.get("PreemptType", "preempt/none"), settings.get("PreemptMode", "OFF").upper()
     text = f"{kind.removeprefix('preempt/')}, mode {settings.get('PreemptMode')}"
     if kind in ("preempt/none", "(null)") or mode == "OFF":
-        yield ok("preemption", "off: no job has to give way")
+        yield ok("preemption", "off: no job is preempted")
     elif "CANCEL" in mode or "REQUEUE" in mode:
         exempt = settings.get("PreemptExemptTime", "")
         note = f", not in its first {exempt}" if seconds_of(exempt) else ""
@@ -197,7 +197,7 @@ def check_settings(settings: Mapping[str, str], config: Slurm) -> Iterator[Findi
     accounting = settings.get("AccountingStorageType", "")
     if accounting in ("", "(null)", "accounting_storage/none"):
         text = "off: some minutes after its end, Slurm forgets how a job ended"
-        hint = "titanlab then judges by its own records; `titanlab status` soon after an end helps"
+        hint = "titanlab then relies on its own records; run `titanlab status` soon after a job ends"
         yield warn("accounting", text, hint)
     else:
         words = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=JobID")

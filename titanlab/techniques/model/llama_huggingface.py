@@ -113,7 +113,7 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
             value = config.get(name, off)
             if value != off and value is not None:
                 cure = f"import a model with {name}={_json(off)}"
-                raise _wrong(name, value, "is not computed here", cure)
+                raise _wrong(name, value, "is not supported", cure)
         sizes: dict[str, Any] = {ours: whole_number(config, theirs) for ours, theirs in _SIZES.items()}
         return self.schema(
             **sizes,
@@ -193,9 +193,9 @@ def _rope(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     rope = parameters or scaling
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
-        raise _wrong("rope_type", kind, "is a scaling that is not computed here", "known: default, llama3")
+        raise _wrong("rope_type", kind, "is a scaling that is not supported", "known: default, llama3")
     if rope.get("partial_rotary_factor") not in (None, 1.0):
-        rule = "turns only part of a head, which is not computed here"
+        rule = "turns only part of a head, which is not supported"
         raise _wrong("partial_rotary_factor", rope["partial_rotary_factor"], rule, "import a Llama without it")
     theta = _number(rope if rope.get("rope_theta") is not None else config, "rope_theta", default_theta)
     fields: dict[str, Any] = {"rope_theta": theta}
@@ -248,7 +248,7 @@ class Qwen3Family(LlamaFamily):
         if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
             other = next((kind for kind in kinds if kind != _FULL), None) if isinstance(kinds, list) else kinds
             cure = f"import a model whose layers are all {_FULL}"
-            raise _wrong("layer_types", other, "is not computed here", cure)
+            raise _wrong("layer_types", other, "is not supported", cure)
         return super().from_hf(config)
 
     def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:

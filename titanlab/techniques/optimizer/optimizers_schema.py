@@ -136,7 +136,7 @@ class LowBit(Rounded):
                 size = math.gcd(self.block_size, columns)
                 rule = (
                     f"does not divide the {columns} columns of {name} on a rank of parallelism.tensor={degree}; "
-                    "the rank would keep full averages, and one process has few bits"
+                    "the rank would keep averages in full precision, and one process keeps them in few bits"
                 )
                 cure = f"try {size}" if size > 1 and size % 2 == 0 else "try a smaller parallelism.tensor"
                 raise ConfigError("optimizer.block_size", self.block_size, rule, cure)

@@ -190,7 +190,7 @@ class Fp32(PrecisionConfig):
     reduce: str = field(default="fp32", metadata={"before": "fp32"})
 
     def __post_init__(self) -> None:
-        check_reduce(self.reduce, ("fp32",), "fp32 is what other precisions are held to, and rounds nothing")
+        check_reduce(self.reduce, ("fp32",), "fp32 is the reference for other precisions, and must not round")
 
     def formats(self) -> Formats:
         return Formats(master="float32", compute="float32", reduce="float32")

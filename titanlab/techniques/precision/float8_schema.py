@@ -246,7 +246,7 @@ class Float8(Bf16):
             others = [name for name in layers if name not in converted]
             if others and len(others) < len(layers):
                 names = ", ".join(name.rpartition(".")[2] for name in layers)
-                rule = f"multiplies {names} as one, and precision={self.kind} does not convert {others[0]}"
+                rule = f"multiplies {names} as one product, and precision={self.kind} does not convert {others[0]}"
                 cure = f"try false, or name all of them in precision.skip: {names}"
                 raise ConfigError("model.fused", "true", rule, cure)
 
@@ -280,7 +280,9 @@ class Float8Tensorwise(Float8):
         if not self.all_gather:
             return
         if setting.cpu_offload:
-            rule = "computes scales where the weights rest, and with cpu_offload that is not where they are gathered"
+            rule = (
+                "computes scales on the device that keeps the weights, and with cpu_offload another device gathers them"
+            )
             raise ConfigError("precision.all_gather", True, rule, "try false, or parallelism.cpu_offload=false")
         ranks = setting.layout.fsdp
         for name, shape in self.conversion(setting.model).converted.items():
@@ -339,11 +341,11 @@ class Mxfp8(Float8):
         super().check(setting)
         if setting.splits_backward:
             schedule = setting.kinds["schedule"]
-            rule = f"computes gradients of weights with those of inputs, which schedule={schedule} wants apart"
+            rule = f"computes gradients of weights and inputs together, which schedule={schedule} separates"
             cure = "try schedule=interleaved_1f1b, or precision=float8_rowwise"
             raise ConfigError("precision", self.kind, rule, cure)
         if setting.model.joined:
-            rule = "multiplies the weights of several layers as one, which torchao's prototype of mxfp8 does not take"
+            rule = "multiplies several layers as one product, which torchao's prototype of mxfp8 does not support"
             raise ConfigError("model.fused", "true", rule, "try false, or precision=float8_rowwise")
         self.check_tokens(setting)
 

@@ -125,7 +125,7 @@ def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> 
             elif placement[action.stage] != rank:
                 rule = f"{action}: stage {action.stage} is on rank {placement[action.stage]}"
             elif action in seen:
-                rule = f"{action} is there twice"
+                rule = f"{action} occurs twice"
             elif any(action._replace(kind=other) in seen for other in _EXCLUDED[action.kind]):
                 rule = f"{action}: the backward pass is B, or I and W, not both"
             if rule:

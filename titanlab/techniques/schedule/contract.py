@@ -138,7 +138,7 @@ class VShaped(PipelineSchedule):
 
     def __post_init__(self) -> None:
         if self.stages_per_rank != 2:
-            rule = "stages go through the ranks there and back, two a rank"
+            rule = "stages go down the ranks and back up, so each rank has two"
             raise ConfigError(KEY, self.stages_per_rank, rule, "try 2, or schedule=interleaved_zero_bubble")
 
     def stage_count(self, *, ranks: int) -> int:
