@@ -16,7 +16,7 @@ from titanlab.system import Console, counted
 from titanlab.techniques.tracker import wandb
 from titanlab.techniques.tracker.trackers_schema import TensorBoard, Wandb
 from titanlab.techniques.tracker.wandb import has_key
-from titanlab.train import has_repeated_steps, has_tracker, tracker_gap, waiting_files
+from titanlab.train import has_repeated_steps, has_tracker, is_due, tracker_gap, waiting_files
 
 
 def sync_verb(args: Namespace) -> int:
@@ -30,6 +30,12 @@ def sync_verb(args: Namespace) -> int:
         if args.rebuild:
             rebuilt.update(dict.fromkeys(run for run in of_text if run is found or _is_lacking(run)))
     with Console() as console:
+        for run in [run for run in runs if run not in rebuilt and is_due(run)]:
+            try:
+                _rebuild(run, console)
+            except TitanlabError as error:
+                # The run may be in progress again; upload the other runs.
+                console.warn(f"{run.path.name} is not uploaded: {error}")
         for run in rebuilt:
             _rebuild(run, console)
         if args.tracker is not None:

@@ -18,7 +18,8 @@ from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.reconcile import ACTIVE
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system import counted, discard, harmless, levelled
+from titanlab.system import Console, counted, discard, harmless, levelled, sweep_argument
+from titanlab.techniques.tracker.wandb import is_uploaded, offline_files
 
 Look = Callable[[], list[dict[str, Any]]]
 
@@ -60,7 +61,7 @@ class Screen:
 
     def show(self, name: str, rows: Sequence[Row]) -> None:
         """Print the table as it is now."""
-        rows = _harmless(rows)
+        name, rows = harmless(name), _harmless(rows)
         if self.is_live:
             self._console().print(self._view(name, rows))
         else:
@@ -109,10 +110,10 @@ class Screen:
 
     def _console(self) -> Any:
         # Imported here: `titanlab --help` does not need it.
-        from rich.console import Console
+        from rich.console import Console as RichConsole
 
         # It finds NO_COLOR, COLUMNS and LINES in the environment.
-        return Console(
+        return RichConsole(
             file=self._stream, force_terminal=True, highlight=False, legacy_windows=False, _environ=self._environ
         )
 
@@ -133,7 +134,7 @@ class Screen:
             urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
             places = sorted(range(len(shown)), key=lambda place: (urgency[listing.state_tone(shown[place])], place))
             shown = [shown[place] for place in sorted(places[:room])]
-        parts = [Text(name, style="bold")]
+        parts = [Text(harmless(name), style="bold")]
         if shown:
             parts.append(_table(shown, columns, self._clock()))
         if left_out:
@@ -219,7 +220,24 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
         wake(folder)
         return look()
 
-    return Screen().follow(folder.name, look_and_wake)
+    return watch(folder, look_and_wake)
+
+
+def watch(folder: SweepFolder, look: Look) -> list[dict[str, Any]]:
+    """Show a sweep until no run is active or waits, or until Ctrl-C, and how to see it in wandb. Returns its rows."""
+    rows = Screen().follow(folder.title(), look)
+    for line in upload_lines(folder, rows):
+        Console().note(line)
+    return rows
+
+
+def upload_lines(folder: SweepFolder, rows: Sequence[Row]) -> list[str]:
+    """How to see a sweep in wandb, if no run is active and files of one wait for an upload; else empty."""
+    runs = (folder.run(row["run"]) for row in rows if row["state"] == "ended")
+    if not settled(rows) or all(is_uploaded(file) for run in runs for file in offline_files(run.path)):
+        return []
+    name = sweep_argument(folder.path)
+    return [f"in wandb: titanlab sync {name}, then titanlab workspace {name}"]
 
 
 def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
