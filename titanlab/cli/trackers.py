@@ -18,6 +18,8 @@ from titanlab.techniques.tracker.trackers_schema import TensorBoard, Wandb
 from titanlab.techniques.tracker.wandb import has_key
 from titanlab.train import has_repeated_steps, has_tracker, is_due, tracker_gap, waiting_files
 
+_WRITING_SECONDS = 20.0
+
 
 def sync_verb(args: Namespace) -> int:
     """Rebuild, upload, and print what was done. Returns 0 if nothing remains to upload."""
@@ -32,7 +34,11 @@ def sync_verb(args: Namespace) -> int:
     with Console() as console:
         for run in [run for run in runs if run not in rebuilt and is_due(run)]:
             try:
-                _rebuild(run, console)
+                # A run that has just ended may be writing them itself.
+                with run.claim(patience_seconds=_WRITING_SECONDS):
+                    is_lacking = is_due(run)
+                if is_lacking:
+                    _rebuild(run, console)
             except TitanlabError as error:
                 # The run may be in progress again; upload the other runs.
                 console.warn(f"{run.path.name} is not uploaded: {error}")

@@ -20,6 +20,7 @@ from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system import Console, counted, discard, harmless, levelled, sweep_argument
 from titanlab.techniques.tracker.wandb import is_uploaded, offline_files
+from titanlab.train import is_due
 
 Look = Callable[[], list[dict[str, Any]]]
 
@@ -233,8 +234,12 @@ def watch(folder: SweepFolder, look: Look) -> list[dict[str, Any]]:
 
 def upload_lines(folder: SweepFolder, rows: Sequence[Row]) -> list[str]:
     """How to see a sweep in wandb, if no run is active and files of one wait for an upload; else empty."""
-    runs = (folder.run(row["run"]) for row in rows if row["state"] == "ended")
-    if not settled(rows) or all(is_uploaded(file) for run in runs for file in offline_files(run.path)):
+    if not settled(rows):
+        return []
+    runs = [folder.run(row["run"]) for row in rows if row["state"] == "ended"]
+    waiting = (file for run in runs for file in offline_files(run.path) if not is_uploaded(file))
+    # A run that has just ended may still be writing its file.
+    if not any(waiting) and not any(map(is_due, runs)):
         return []
     name = sweep_argument(folder.path)
     return [f"in wandb: titanlab sync {name}, then titanlab workspace {name}"]

@@ -466,9 +466,8 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], send: Send) -> No
 
 def _open(start: dict[str, Any], send: Send) -> Any:
     """Start a run of wandb; if it cannot get online, the run is written offline."""
-    if not os.environ.get("WANDB_MODE"):
-        # wandb refuses to start if WANDB_MODE is empty.
-        os.environ.pop("WANDB_MODE", None)
+    # The mode is known. wandb refuses to start if WANDB_MODE is empty.
+    os.environ.pop("WANDB_MODE", None)
     import wandb
 
     if start["mode"] == "online":
