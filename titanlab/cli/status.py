@@ -35,7 +35,6 @@ from titanlab.sweep import (
     remove_item,
     row_details,
     upload_lines,
-    watch,
 )
 from titanlab.system import Console, aligned, counted, data_size, shown_path, user_path
 
@@ -55,11 +54,9 @@ def status_verb(args: Namespace) -> int:
     if args.json:
         Console().note(json_text(look()))
     elif args.watch:
-        watch(sweep, look)
+        Screen().follow(sweep, look)
     else:
-        Screen().show(sweep.title(), rows := look())
-        for line in upload_lines(sweep, rows):
-            Console().note(line)
+        Screen().show(sweep, look())
     return 0
 
 

@@ -16,7 +16,7 @@ from titanlab.system import Console, counted
 from titanlab.techniques.tracker import wandb
 from titanlab.techniques.tracker.trackers_schema import TensorBoard, Wandb
 from titanlab.techniques.tracker.wandb import has_key
-from titanlab.train import has_repeated_steps, has_tracker, is_due, tracker_gap, waiting_files
+from titanlab.train import configs_of, has_repeated_steps, has_tracker, is_due, tracker_gap, waiting_files
 
 _WRITING_SECONDS = 20.0
 
@@ -133,12 +133,11 @@ def _wandb_config(sweep: SweepFolder, console: Console) -> Mapping[str, Any]:
     """The config of wandb in one of the sweep's runs; empty if no run has one."""
     for run in readable(sweep.runs(), console.warn, named=False):
         try:
-            tracker = run.section("tracker")
+            configs = configs_of(run)
         except ConfigError as error:
             console.warn(f"{run.path.name} is left alone: {error}")
             continue
-        # With several trackers, each has its own key.
-        for config in (tracker, *(value for value in tracker.values() if isinstance(value, Mapping))):
+        for config in configs:
             if config.get("kind") == Wandb.kind:
                 return config
     return {}

@@ -146,9 +146,8 @@ class Loader:
 
     def chooses(self, group: str) -> bool:
         """Whether an override chooses an option of a group, or a file does so in place of titanlab's config.yaml."""
-        groups = [text for text in self.overrides if self.is_group(text.partition("=")[0].lstrip("+~"))]
-        texts = [as_typed(with_combination(text)) for text in groups]
         with composition_errors(self.overrides, self._flags.values):
+            texts = [as_typed(with_combination(text)) for text in self.overrides]
             listed = self._hydra.compute_defaults_list(self.config_name, texts, run_mode=RunMode.RUN)
         parents = [each.parent for each in listed.defaults if str(each.config_path).startswith(f"{group}/")]
         return group in listed.overrides.override_choices or "config" not in parents

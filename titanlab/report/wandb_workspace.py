@@ -78,16 +78,13 @@ def made(view: View) -> tuple[Any, Any]:
     """The workspace and the report, each with the same panels."""
     workspaces, reports = (import_quietly(f"{_PACKAGE}.{name}") for name in ("workspaces", "reports.v2"))
     runs = f"Metric('Group') == {view.sweep!r}"
-    panels = list(_panels(view, reports).values())
     workspace = workspaces.Workspace(
         entity=view.entity,
         project=view.project,
         name=f"titanlab {view.sweep}",
         sections=[
-            workspaces.Section(name="speed and memory by layout", panels=panels[:3], is_open=True),
-            workspaces.Section(name="scaling", panels=panels[3:4], is_open=True),
-            workspaces.Section(name="loss by tokens", panels=panels[4:5], is_open=True),
-            workspaces.Section(name="layout axes", panels=panels[5:], is_open=True),
+            workspaces.Section(name=heading, panels=[panel], is_open=True)
+            for heading, panel in _panels(view, reports).items()
         ],
         runset_settings=workspaces.RunsetSettings(filters=runs),
     )

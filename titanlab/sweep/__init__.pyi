@@ -77,4 +77,3 @@ from .watch import Screen as Screen
 from .watch import exit_code as exit_code
 from .watch import follow as follow
 from .watch import upload_lines as upload_lines
-from .watch import watch as watch

@@ -18,7 +18,7 @@ from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.reconcile import ACTIVE
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system import Console, counted, discard, harmless, levelled, sweep_argument
+from titanlab.system import counted, discard, harmless, levelled, sweep_argument
 from titanlab.techniques.tracker.wandb import is_uploaded, offline_files
 from titanlab.train import is_due
 
@@ -33,6 +33,7 @@ _GAP = "  "
 # Lines of the live view besides the rows of runs: headings, counts, prompt.
 _FRAME_LINES = 6
 _LIVE_CAUSES = 5
+_FEW = 4
 # Not a full line: the terminal writes `^C` after it.
 _LEAVE = "Ctrl-C ends the watching; the runs go on"
 
@@ -60,20 +61,20 @@ class Screen:
         """Whether the output is a terminal that can be redrawn."""
         return self._stream.isatty() and self._environ.get("TERM", "") not in ("", "dumb", "unknown")
 
-    def show(self, name: str, rows: Sequence[Row]) -> None:
+    def show(self, sweep: SweepFolder, rows: Sequence[Row]) -> None:
         """Print the table as it is now."""
-        name, rows = harmless(name), _harmless(rows)
+        name, lines, rows = harmless(sweep.title()), upload_lines(sweep, rows), _harmless(rows)
         if self.is_live:
-            self._console().print(self._view(name, rows))
+            self._console().print(self._view(name, rows), *lines, sep="\n", markup=False, emoji=False)
         else:
-            self._say("\n".join([listing.text(name, rows, now=self._clock()), *drift_lines(rows)]))
+            self._say("\n".join([listing.text(name, rows, now=self._clock()), *drift_lines(rows), *lines]))
 
     def follow(
-        self, name: str, look: Look, *, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep
+        self, sweep: SweepFolder, look: Look, *, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep
     ) -> list[dict[str, Any]]:
         """Show a sweep until no run is active or waits, or until Ctrl-C, which stops no run. Returns the last rows."""
         rows = look()
-        with self._drawn(name) as draw:
+        with self._drawn(harmless(sweep.title())) as draw:
             draw(_harmless(rows))
             # Only around the loop: `draw` must be closed properly after Ctrl-C.
             with contextlib.suppress(KeyboardInterrupt):
@@ -81,7 +82,7 @@ class Screen:
                     sleep(seconds)
                     rows = look()
                     draw(_harmless(rows))
-        self.show(name, rows)
+        self.show(sweep, rows)
         return rows
 
     @contextlib.contextmanager
@@ -111,10 +112,10 @@ class Screen:
 
     def _console(self) -> Any:
         # Imported here: `titanlab --help` does not need it.
-        from rich.console import Console as RichConsole
+        from rich.console import Console
 
         # It finds NO_COLOR, COLUMNS and LINES in the environment.
-        return RichConsole(
+        return Console(
             file=self._stream, force_terminal=True, highlight=False, legacy_windows=False, _environ=self._environ
         )
 
@@ -135,7 +136,7 @@ class Screen:
             urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
             places = sorted(range(len(shown)), key=lambda place: (urgency[listing.state_tone(shown[place])], place))
             shown = [shown[place] for place in sorted(places[:room])]
-        parts = [Text(harmless(name), style="bold")]
+        parts = [Text(name, style="bold")]
         if shown:
             parts.append(_table(shown, columns, self._clock()))
         if left_out:
@@ -221,15 +222,7 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
         wake(folder)
         return look()
 
-    return watch(folder, look_and_wake)
-
-
-def watch(folder: SweepFolder, look: Look) -> list[dict[str, Any]]:
-    """Show a sweep until no run is active or waits, or until Ctrl-C, and how to see it in wandb. Returns its rows."""
-    rows = Screen().follow(folder.title(), look)
-    for line in upload_lines(folder, rows):
-        Console().note(line)
-    return rows
+    return Screen().follow(folder, look_and_wake)
 
 
 def upload_lines(folder: SweepFolder, rows: Sequence[Row]) -> list[str]:
@@ -238,8 +231,8 @@ def upload_lines(folder: SweepFolder, rows: Sequence[Row]) -> list[str]:
         return []
     runs = [folder.run(row["run"]) for row in rows if row["state"] == "ended"]
     waiting = (file for run in runs for file in offline_files(run.path) if not is_uploaded(file))
-    # A run that has just ended may still be writing its file.
-    if not any(waiting) and not any(map(is_due, runs)):
+    # The runs of a small sweep that has just ended may still be writing their files.
+    if not any(waiting) and not any(map(is_due, runs[:_FEW])):
         return []
     name = sweep_argument(folder.path)
     return [f"in wandb: titanlab sync {name}, then titanlab workspace {name}"]

@@ -17,6 +17,7 @@ from .starting_weights import not_read as not_read
 from .starting_weights import start_fingerprint as start_fingerprint
 from .totals import Reduction as Reduction
 from .totals import Totals as Totals
+from .tracking import configs_of as configs_of
 from .tracking import has_repeated_steps as has_repeated_steps
 from .tracking import has_tracker as has_tracker
 from .tracking import is_due as is_due

@@ -270,17 +270,18 @@ def write_at_end(run: RunFolder, recipe: Recipe, attempt: int) -> str | None:
 def is_due(run: RunFolder) -> bool:
     """Whether a run has ended whose tracker writes at the end, and whose files lack its last attempt."""
     try:
-        trackers = run.section("tracker")
+        is_at_end = any(config.get("mode") == "at_end" for config in configs_of(run))
+        has_rows = is_at_end and run.result() is not None and any(row["kind"] != EXPERTS for row in run.metrics())
     except ConfigError:
         return False  # `titanlab status` names the damaged file.
-    configs = [trackers, *(value for value in trackers.values() if isinstance(value, Mapping))]
     written = records_in(run.path).get(_WANDB)
-    return (
-        any(config.get("mode") == "at_end" for config in configs)
-        and run.result() is not None
-        and (written is None or written.state != FINISHED or written.attempt < run.newest_attempt())
-        and any(row["kind"] != EXPERTS for row in run.metrics())
-    )
+    return has_rows and (written is None or written.state != FINISHED or written.attempt < run.newest_attempt())
+
+
+def configs_of(run: RunFolder) -> list[Mapping[str, Any]]:
+    """The config of a run's tracker, or of each of them, as config.yaml has it."""
+    tracker = run.section("tracker")
+    return [tracker, *(value for value in tracker.values() if isinstance(value, Mapping))]
 
 
 def _rewritten(
