@@ -493,6 +493,9 @@ def _open(start: dict[str, Any], send: Send) -> Any:
 
 
 def _init(wandb: Any, start: Mapping[str, Any]) -> Any:
+    if start["mode"] == "offline":
+        # Nothing leaves the machine, also no report of an error to wandb.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     names = ("id", "name", "mode", "project", "entity", "group", "job_type", "tags", "notes", "dir", "config", "resume")
     return wandb.init(
         **{name: start[name] for name in names},
