@@ -96,7 +96,7 @@ cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: no such choice; choose one 
 cluster.peak_tflops=nan ⇒ cluster.peak_tflops=nan: must be a positive number; try 989, or null
 launch.threads=0 ⇒ launch.threads=0: must be at least 1; try 1, or null
 data.vocab_size=1 ⇒ data.vocab_size=1: must be between 2 and 2147483648; try 2048
-tracker=wandb tracker.mode=on ⇒ tracker.mode=on: no such choice; choose one of auto, online, offline, off
+tracker=wandb tracker.mode=on ⇒ tracker.mode=on: no such choice; choose one of auto, online, offline, at_end, off
 tracker=wandb tracker.project=a/b ⇒ tracker.project=a/b: must be 1 to 128 characters without / \ # ? % :; try tracker.project=titanlab
 parallelism.reshard_after_forward=maybe ⇒ parallelism.reshard_after_forward=maybe: no such choice; choose one of auto, always, never
 training.seq_len=99999999999999999999999 ⇒ training.seq_len=99999999999999999999999: must be at most 2,147,483,647; try 512
@@ -226,7 +226,7 @@ model=llama_2m tracker=[wandb,tensorboard] tracker.project=x ⇒ tracker.project
 model=llama_2m tracker=[wandb,tensorboard] tracker.wandb.projct=x ⇒ tracker.wandb.projct=x: is not a key of this recipe; did you mean tracker.wandb.project?
 model=llama_2m tracker=[wandb,tensorboard] tracker.kind=wandb ⇒ tracker.kind=wandb: says which schema the group has, and it has that of wandb+tensorboard; leave it out, and choose with tracker=…
 model=llama_2m tracker=[wandb,tensorboard] tracker.wandb=3 ⇒ tracker=wandb: is made without a schema of this group; begin its YAML with defaults: [tensorboard_schema, _self_] or [wandb_schema, _self_] or [jsonl_schema, _self_]
-model=llama_2m -m tracker=[wandb,nope],jsonl ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb
+model=llama_2m -m tracker=[wandb,nope],jsonl ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb, wandb_at_end
 model=llama_2m precision=[bf16,fp32] ⇒ precision=[bf16,fp32]: is two options of different schemas; name one of them
 -sc install=bash ⇒ --shell-completion=data=synthetic install=bash: would replace the completion of all verbs; try eval "$(titanlab completion bash)"
 --package x ⇒ --package=x: goes with --cfg; try --cfg job --package x
