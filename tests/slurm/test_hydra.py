@@ -3,11 +3,14 @@
 import pytest
 
 from tests.slurm.site import SMALL
+from titanlab.techniques.tracker.wandb import offline_files
 
 pytestmark = pytest.mark.slurm
 
 
-def test_several_layouts_in_one_command_are_jobs_that_it_waits_for(site):
+def test_several_layouts_in_one_command_are_jobs_that_it_waits_for(site, monkeypatch):
+    # As for a person who has set nothing: the jobs write files of wandb.
+    monkeypatch.delitem(site.environment, "WANDB_MODE")
     words = ["train", "-m", "--config-dir", "conf", "parallelism=fsdp,hsdp", "world=4", "launch=slurm", "cluster=cpu"]
     said = site.titanlab(*words, *SMALL, "sweep=idiom", "notes=fsdp, or hsdp?", "data=planted", seconds=400)
     assert said.code == 0, said.out + said.err
@@ -17,8 +20,10 @@ def test_several_layouts_in_one_command_are_jobs_that_it_waits_for(site):
         "hsdp": ("dp_r2·dp_s2", "done", 4),
     }
     assert {row["notes"] for row in rows.values()} == {"fsdp, or hsdp?"}
+    assert said.out.endswith("in wandb: titanlab sync idiom, then titanlab workspace idiom\n")
     site.ended("idiom")
     for row in rows.values():
+        assert len(offline_files(site.run("idiom", row["name"]).path)) == 1
         (job,) = site.starts(site.run("idiom", row["name"]))
         # Two processes to a node.
         assert (job["State"], job["NNodes"]) == ("COMPLETED", "2")
