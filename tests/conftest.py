@@ -32,7 +32,8 @@ os.environ.update(
     HF_HOME=str(CACHE / "huggingface"),
     HF_HUB_OFFLINE="1",
     HF_DATASETS_OFFLINE="1",
-    WANDB_MODE="offline",
+    # Sweeps record to wandb by default. Tests of wandb choose a mode of their own.
+    WANDB_MODE="disabled",
     WANDB_SILENT="true",
     WANDB_CACHE_DIR=str(CACHE / "wandb"),
     WANDB_CONFIG_DIR=str(CACHE / "wandb"),

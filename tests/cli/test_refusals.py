@@ -96,7 +96,7 @@ cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: no such choice; choose one 
 cluster.peak_tflops=nan ⇒ cluster.peak_tflops=nan: must be a positive number; try 989, or null
 launch.threads=0 ⇒ launch.threads=0: must be at least 1; try 1, or null
 data.vocab_size=1 ⇒ data.vocab_size=1: must be between 2 and 2147483648; try 2048
-tracker=wandb tracker.mode=on ⇒ tracker.mode=on: no such choice; choose one of auto, online, offline, off
+tracker=wandb tracker.mode=on ⇒ tracker.mode=on: no such choice; choose one of auto, online, offline, at_end, off
 tracker=wandb tracker.project=a/b ⇒ tracker.project=a/b: must be 1 to 128 characters without / \ # ? % :; try tracker.project=titanlab
 parallelism.reshard_after_forward=maybe ⇒ parallelism.reshard_after_forward=maybe: no such choice; choose one of auto, always, never
 training.seq_len=99999999999999999999999 ⇒ training.seq_len=99999999999999999999999: must be at most 2,147,483,647; try 512
@@ -219,14 +219,14 @@ parallelism.pipeline=2 model.layers=4 schedule=csv schedule.file=halves.csv ⇒ 
 +recipe=keys --config-dir conf ⇒ recipe=keys: has its keys below recipe, which is not a key of a recipe; make this the first line of recipe/keys.yaml: # @package _global_
 +recipe=chosen --config-dir conf ⇒ recipe=chosen: has its keys below recipe, which is not a key of a recipe; make this the first line of recipe/chosen.yaml: # @package _global_
 +experiment=mine --config-dir conf ⇒ experiment=mine: has its keys below experiment, which is not a key of a recipe; make this the first line of experiment/mine.yaml: # @package _global_
-model=llama_2m tracker=[wandb,tensorbord] ⇒ tracker=tensorbord: is not an option of this group; try tensorboard; known: jsonl, tensorboard, wandb
+model=llama_2m tracker=[wandb,tensorbord] ⇒ tracker=tensorbord: is not an option of this group; try tensorboard; known: jsonl, tensorboard, wandb, wandb_at_end
 model=llama_2m tracker=[] ⇒ tracker=[]: is not a list of options; known: jsonl, tensorboard, wandb; for none: tracker=jsonl
 model=llama_2m tracker=[wandb,wandb] ⇒ tracker=[wandb,wandb]: names wandb twice; name each option once
 model=llama_2m tracker=[wandb,tensorboard] tracker.project=x ⇒ tracker.project=x: is a key of one of the chosen options, wandb; try tracker.wandb.project=x
 model=llama_2m tracker=[wandb,tensorboard] tracker.wandb.projct=x ⇒ tracker.wandb.projct=x: is not a key of this recipe; did you mean tracker.wandb.project?
 model=llama_2m tracker=[wandb,tensorboard] tracker.kind=wandb ⇒ tracker.kind=wandb: must name the schema of the group, which is wandb+tensorboard; leave it out, and choose with tracker=…
 model=llama_2m tracker=[wandb,tensorboard] tracker.wandb=3 ⇒ tracker=wandb: has no schema of this group; begin its YAML with defaults: [tensorboard_schema, _self_] or [wandb_schema, _self_] or [jsonl_schema, _self_]
-model=llama_2m -m tracker=[wandb,nope],jsonl ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb
+model=llama_2m -m tracker=[wandb,nope],jsonl ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb, wandb_at_end
 model=llama_2m precision=[bf16,fp32] ⇒ precision=[bf16,fp32]: is two options of different schemas; name one of them
 -sc install=bash ⇒ --shell-completion=data=synthetic install=bash: would replace the completion of all verbs; try eval "$(titanlab completion bash)"
 --package x ⇒ --package=x: goes with --cfg; try --cfg job --package x
@@ -365,7 +365,7 @@ toy checkpoint.load_from=x ⇒ checkpoint.load_from=x: is not to be changed in a
 toy training.microbatches=2 ⇒ training.microbatches=2: is not to be changed in a run that has begun; a new run from its checkpoint: titanlab train --from runs/single/toy-******** training.microbatches=2; changeable: data.files, da…
 toy parallelism=fspd ⇒ parallelism=fspd: is not an option of this group; try fsdp; known: cp, ddp, fsdp, fsdp_cp, fsdp_pp, fsdp_tp, fsdp_tp_cp, fsdp_t…
 toy checkpoint=sync ⇒ checkpoint=sync: chooses a preset, which is not possible in a run that has begun; give keys of checkpoint
-toy tracker=[wandb,nope] ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb
+toy tracker=[wandb,nope] ⇒ tracker=nope: is not an option of this group; known: jsonl, tensorboard, wandb, wandb_at_end
 toy hello ⇒ overrides=hello: is not an override; write key=value
 toy world=x ⇒ world=x: must be a whole number or null; try null
 toy parallelism.shards=4 ⇒ parallelism.shards=4: is not a key of this recipe; did you mean parallelism.shard?

@@ -42,7 +42,7 @@ def test_without_a_key_it_is_printed(sweep, capsys):
         "warning: no API key of wandb was found, so nothing is saved; WANDB_API_KEY or `wandb login` has one\n"
     )
     assert json.loads(said.out)["workspace"]["project"] == "ours"
-    assert keys_of(said.out)["config"] == {"layout.value.label", "layout.value.tensor"}
+    assert keys_of(said.out)["config"] == {"layout.value.label", "layout.value.tensor", "world.value"}
     assert main(["workspace", sweep, "--json", "--project", "other"]) == 0
     said = capsys.readouterr()
     assert (said.err, json.loads(said.out)["report"]["project"]["name"]) == ("", "other")

@@ -34,7 +34,7 @@ def test_wandb(monkeypatch, environ, state, text):
     assert "secret" not in finding.text
     monkeypatch.setattr(software, "versions", lambda names: {})
     (finding,) = software.check_wandb(environ)
-    assert (finding.state, finding.text) == ("ok", "is not installed; only tracker=wandb needs it")
+    assert (finding.state, finding.text) == ("ok", "is not installed: sweeps keep metrics.jsonl only")
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def titanlab(*words: str, work: Path, seconds: int = 300) -> str:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "WANDB_", "OMP_", "MKL_"))}
     environment = kept | {"PYTHONPATH": path, "COLUMNS": "120", "TITANLAB_CACHE": str(work / "cache"), "NO_COLOR": "1"}
+    environment["WANDB_MODE"] = "disabled"
     done = subprocess.run(
         [sys.executable, "-m", "titanlab", *words],
         cwd=work,

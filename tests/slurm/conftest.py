@@ -36,7 +36,14 @@ LIMITS = [
     # Its processes are not even started.
     {"name": "late", "seed": 2, "launch.preamble": ["sleep 300"]},
     # More than a minute of steps.
-    {"name": "requeued", "seed": 3, "data.seconds": 0.3, "training.steps": 210, "tracker": "wandb"},
+    {
+        "name": "requeued",
+        "seed": 3,
+        "data.seconds": 0.3,
+        "training.steps": 210,
+        "tracker": "wandb",
+        "tracker.mode": "offline",
+    },
     {"name": "cancelled", "seed": 4, "data.seconds": 0.3, "training.steps": 2000, "launch.minutes": 10},
 ]
 ENDS = [

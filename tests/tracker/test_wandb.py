@@ -483,3 +483,13 @@ def test_a_program_that_asks_for_a_signal_does_not_get_it():
     out, _ = process.communicate("\n", timeout=60)
     assert out == f"heard {int(signal.SIGUSR1)}\n"
     assert process.returncode == 0
+
+
+def test_an_offline_run_reports_no_errors_to_wandb(monkeypatch):
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
+    monkeypatch.delenv("WANDB_ERROR_REPORTING")
+    fake = SimpleNamespace(Settings=dict, init=lambda **given: os.environ.get("WANDB_ERROR_REPORTING"))
+    names = ("id", "name", "project", "entity", "group", "job_type", "tags", "notes", "dir", "config", "resume", "pid")
+    start = dict.fromkeys(names)
+    assert writer._init(fake, {**start, "mode": "online"}) is None
+    assert writer._init(fake, {**start, "mode": "offline"}) == "false"

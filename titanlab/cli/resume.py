@@ -29,6 +29,7 @@ _PLACES = ("data.files", "data.folder", "data.path", "data.data_files", "data.to
 CHANGEABLE = (
     *_PLACES,
     *LAYOUT,
+    "notes",
     "model.fused",
     "cluster.",
     "launch.",

@@ -32,6 +32,7 @@ from titanlab.sweep import (
     overview_lines,
     remove_item,
     row_details,
+    upload_lines,
 )
 from titanlab.system import Console, aligned, counted, data_size, shown_path, user_path
 
@@ -51,9 +52,9 @@ def status_verb(args: Namespace) -> int:
     if args.json:
         Console().note(json_text(look()))
     elif args.watch:
-        Screen().follow(sweep.name, look)
+        Screen().follow(sweep, look)
     else:
-        Screen().show(sweep.name, look())
+        Screen().show(sweep, look())
     return 0
 
 
@@ -102,8 +103,10 @@ def collect_verb(args: Namespace) -> int:
     rows = look_at(sweep, Console().warn, estimates=True)()
     files = write_table(rows, sweep.name, user_path(args.into or sweep.path))
     lines = [f"{sweep.name}: {counted(len(listing.runs(rows)), 'run')}"]
+    lines += [f"  notes: {notes}"] if (notes := sweep.notes()) else []
     for section in (listing.comparison, drift_lines, listing.failures, listing.gaps, listing.dropped):
         lines += [f"  {line}" for line in section(rows)]
+    lines += upload_lines(sweep, rows)
     lines += [f"table: {os.path.relpath(path)}" for path in files]
     Console().note("\n".join(lines))
     return 0

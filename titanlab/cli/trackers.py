@@ -16,7 +16,9 @@ from titanlab.system import Console, counted
 from titanlab.techniques.tracker import wandb
 from titanlab.techniques.tracker.trackers_schema import TensorBoard, Wandb
 from titanlab.techniques.tracker.wandb import has_key
-from titanlab.train import has_repeated_steps, has_tracker, tracker_gap, waiting_files
+from titanlab.train import configs_of, has_repeated_steps, has_tracker, is_due, tracker_gap, waiting_files
+
+_WRITING_SECONDS = 20.0
 
 
 def sync_verb(args: Namespace) -> int:
@@ -30,6 +32,16 @@ def sync_verb(args: Namespace) -> int:
         if args.rebuild:
             rebuilt.update(dict.fromkeys(run for run in of_text if run is found or _is_lacking(run)))
     with Console() as console:
+        for run in [run for run in runs if run not in rebuilt and is_due(run)]:
+            try:
+                # A run that has just ended may be writing them itself.
+                with run.claim(patience_seconds=_WRITING_SECONDS):
+                    is_lacking = is_due(run)
+                if is_lacking:
+                    _rebuild(run, console)
+            except TitanlabError as error:
+                # The run may be in progress again; upload the other runs.
+                console.warn(f"{run.path.name} is not uploaded: {error}")
         for run in rebuilt:
             _rebuild(run, console)
         if args.tracker is not None:
@@ -121,12 +133,11 @@ def _wandb_config(sweep: SweepFolder, console: Console) -> Mapping[str, Any]:
     """The config of wandb in one of the sweep's runs; empty if no run has one."""
     for run in readable(sweep.runs(), console.warn, named=False):
         try:
-            tracker = run.section("tracker")
+            configs = configs_of(run)
         except ConfigError as error:
             console.warn(f"{run.path.name} is left alone: {error}")
             continue
-        # With several trackers, each has its own key.
-        for config in (tracker, *(value for value in tracker.values() if isinstance(value, Mapping))):
+        for config in configs:
             if config.get("kind") == Wandb.kind:
                 return config
     return {}

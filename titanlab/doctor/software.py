@@ -74,7 +74,7 @@ def check_code() -> Iterator[Finding]:
 def check_wandb(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Whether tracker=wandb would upload."""
     if not versions(["wandb"]):
-        yield ok("wandb", "is not installed; only tracker=wandb needs it")
+        yield ok("wandb", "is not installed: sweeps keep metrics.jsonl only")
         return
     mode = environ.get("WANDB_MODE", "")
     if mode in ("offline", "dryrun"):

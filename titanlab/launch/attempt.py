@@ -57,6 +57,7 @@ from titanlab.records import (
     text_at_end,
 )
 from titanlab.system import StoreFault, disk_fault, tells_of_disk, write_json
+from titanlab.train import write_at_end
 
 if TYPE_CHECKING:
     from titanlab.launch.job import Job
@@ -116,6 +117,10 @@ class Group(ABC):
                 self.restart.note(self.run, attempt)
             outcome = self.attempted(attempt, recipe)
             if not self.goes_on_after(outcome, recipe):
+                # A run that was stopped must end soon, and may go on: `titanlab sync` writes its files.
+                is_stopped = outcome.kind.automatic or outcome.kind is OutcomeKind.CANCELLED
+                if not is_stopped and (problem := write_at_end(self.run, recipe, attempt)) is not None:
+                    self.report(problem)
                 return outcome
 
     @abstractmethod

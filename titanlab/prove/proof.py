@@ -188,7 +188,7 @@ def too_exact(recipe: Recipe, from_fp32: TraceDifference, rounding: TraceDiffere
 def content_key(recipe: Recipe) -> str:
     """A key that is equal for recipes that train alike: everything except names and folders."""
     values = to_mapping(recipe)
-    for name in ("name", "sweep", "runs", "launch", "tracker", "world"):
+    for name in ("name", "sweep", "runs", "notes", "launch", "tracker", "world"):
         values.pop(name)
     return json.dumps(values, sort_keys=True, default=str)
 

@@ -67,6 +67,8 @@ class Loader:
         register()
         self.config_name = flags.values["--config-name"] or "config"
         self.overrides = tuple(overrides)
+        # Options of groups that neither the overrides nor the points choose.
+        self.defaults: tuple[str, ...] = ()
         self._flags = flags
         self._hydra = _hydra_loader(flags)
         self._known_choices: Mapping[str, Any] = {}
@@ -142,12 +144,20 @@ class Loader:
         self._known_choices = composed.choices
         return composed.whole
 
+    def chooses(self, group: str) -> bool:
+        """Whether an override chooses an option of a group, or a file does so in place of titanlab's config.yaml."""
+        with composition_errors(self.overrides, self._flags.values):
+            texts = [as_typed(with_combination(text)) for text in self.overrides]
+            listed = self._hydra.compute_defaults_list(self.config_name, texts, run_mode=RunMode.RUN)
+        parents = [each.parent for each in listed.defaults if str(each.config_path).startswith(f"{group}/")]
+        return group in listed.overrides.override_choices or "config" not in parents
+
     def compose(self, overrides: Sequence[str]) -> Composed:
         """The composition of the shared overrides followed by `overrides`; without any, it is composed only once."""
         if overrides:
-            return self._compose([*self.overrides, *overrides])
+            return self._compose([*self.defaults, *self.overrides, *overrides])
         if self._shared is None:
-            self._shared = self._compose(self.overrides)
+            self._shared = self._compose([*self.defaults, *self.overrides])
         return self._shared
 
     def _compose(self, overrides: Sequence[str]) -> Composed:

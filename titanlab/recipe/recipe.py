@@ -48,6 +48,9 @@ _MOST_OPTIONS = 1024
 # Bytes of whole gradients that FSDP2 may keep between microbatches with `parallelism.reduce_gradients=auto`: those of a
 # billion parameters in float32, a twentieth of a GPU with 80 GB.
 MOST_WHOLE_GRADIENTS = 4 * 2**30
+MOST_NOTES = 2000
+# Control characters except the tab and the line feed; lone surrogates, which UTF-8 cannot encode.
+_NOT_IN_NOTES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @ranged("")
@@ -59,6 +62,7 @@ class Recipe:
         name: label of the run, in its folder's name.
         sweep: label of the sweep that the run belongs to, the name of a folder in `runs`.
         runs: folder of all runs.
+        notes: what a person wants to remember of the run; null: nothing.
         seed: of initial values and of the order of data.
         repeat: number of this repetition of an otherwise equal run.
         world: number of processes; null: the product of the degrees.
@@ -69,6 +73,7 @@ class Recipe:
     name: str = field(default="run", metadata=NEITHER)
     sweep: str = field(default="single", metadata=NEITHER)
     runs: str = field(default="runs", metadata=NEITHER)
+    notes: str | None = field(default=None, metadata=NEITHER)
     # No upper limit here: `recipe_rules` checks it.
     seed: int = field(default=0, metadata={"most": None, **OUTSIDE_STEP})
     repeat: int = field(default=0, metadata=OUTSIDE_STEP)
@@ -93,6 +98,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.init_from not in (None, MISSING) and is_address(self.init_from):
             check_address("init_from", self.init_from)
+        if self.notes and len(self.notes) > MOST_NOTES:
+            rule = f"has {len(self.notes):,} characters, and notes have at most {MOST_NOTES:,}"
+            raise ConfigError("notes", f"{self.notes[:40]}…", rule, "shorten it")
+        if self.notes and (found := _NOT_IN_NOTES.search(self.notes)) is not None:
+            raise ConfigError("notes", self.notes, f"has the character {found[0]!r}, which is no text", "take it out")
 
     @property
     def layout(self) -> Layout:

@@ -142,7 +142,7 @@ def checked(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 # Keys that name a run or its place, but do not change what it computes.
-_NAMES = ("name", "sweep", "runs", "repeat")
+_NAMES = ("name", "sweep", "runs", "repeat", "notes")
 _MOST_LETTERS = 200
 
 

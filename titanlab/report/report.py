@@ -186,6 +186,7 @@ def _facts(facts: Facts) -> list[tuple[str, str]]:
     if first is not None and first.centre is not None:
         speed = f"{speed_text(first.centre)} tokens/s per device, {speed_text(first.centre * first.group.world)} in all"
     pairs = [
+        ("notes", facts.sweep.notes() or _few({str(row["notes"]) for row in facts.runs if row["notes"]})),
         ("fastest", speed),
         ("scaling efficiency", "; ".join(scaling_texts(facts))),
         ("GPU-hours" if on_gpus else "process-hours", significant(hours, 3) if hours > 0 else ""),

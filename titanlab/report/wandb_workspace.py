@@ -15,7 +15,7 @@ from titanlab.system import import_quietly
 
 _PACKAGE = "wandb_workspaces"
 # Keys of the config and of the rows that runs send: tests/report/test_wandb_workspace.py compares them.
-LABEL = "layout.label"
+LABEL, WORLD = "layout.label", "world"
 RESIDENT = "memory/max_resident(GiB)"
 _WIDTH, _HEIGHT = 24, 8  # of a panel in a report's grid, which is 24 wide
 
@@ -75,26 +75,23 @@ def view_of(
 
 
 def made(view: View) -> tuple[Any, Any]:
-    """The workspace and the report, each with the same four panels."""
+    """The workspace and the report, each with the same panels."""
     workspaces, reports = (import_quietly(f"{_PACKAGE}.{name}") for name in ("workspaces", "reports.v2"))
     runs = f"Metric('Group') == {view.sweep!r}"
-    throughput, memory, loss, coordinates = _panels(view, reports)
     workspace = workspaces.Workspace(
         entity=view.entity,
         project=view.project,
         name=f"titanlab {view.sweep}",
         sections=[
-            workspaces.Section(name="speed and memory by layout", panels=[throughput, memory], is_open=True),
-            workspaces.Section(name="loss by tokens", panels=[loss], is_open=True),
-            workspaces.Section(name="layout axes", panels=[coordinates], is_open=True),
+            workspaces.Section(name=heading, panels=[panel], is_open=True)
+            for heading, panel in _panels(view, reports).items()
         ],
         runset_settings=workspaces.RunsetSettings(filters=runs),
     )
     # No project here: the runs are the report's; naming a project would make a network request.
     runset = reports.Runset(name=view.sweep, filters=runs)
     blocks: list[Any] = []
-    heads = ("Tokens per second by layout", "Memory against MFU", "Loss by tokens", "Layout axes")
-    for head, panel in zip(heads, _panels(view, reports), strict=True):
+    for head, panel in _panels(view, reports).items():
         panel.layout = reports.Layout(x=0, y=0, w=_WIDTH, h=_HEIGHT)
         blocks += [reports.H2(head), reports.PanelGrid(runsets=[runset], panels=[panel])]
     report = reports.Report(
@@ -130,20 +127,30 @@ def save(view: View) -> list[str]:
         raise TitanlabError(f"wandb has not saved the workspace ({type(error).__name__}: {lines[0]})") from error
 
 
-def _panels(view: View, module: Any) -> tuple[Any, Any, Any, Any]:
-    """Throughput by layout, memory against MFU, loss by tokens, parallel coordinates over axes."""
-    throughput = module.BarPlot(
-        title="tokens per second of one device, by layout",
-        metrics=[meter.TOKENS_PER_SECOND],
-        orientation="h",
-        groupby=module.Config(LABEL),
-        groupby_aggfunc="median",
-        groupby_rangefunc="minmax",
-    )
+def _panels(view: View, module: Any) -> dict[str, Any]:
+    """The panels in their order, by their headings."""
+
+    def by_layout(title: str, metric: str) -> Any:
+        return module.BarPlot(
+            title=f"{title}, by layout",
+            metrics=[metric],
+            orientation="h",
+            groupby=module.Config(LABEL),
+            groupby_aggfunc="median",
+            groupby_rangefunc="minmax",
+        )
+
     memory = module.ScatterPlot(
         title="peak memory against MFU",
         x=module.SummaryMetric(view.memory),
         y=module.SummaryMetric(meter.MFU),
+        legend_template="${run:displayName}",
+    )
+    scaling = module.ScatterPlot(
+        title="tokens per second of one device against processes: a level line is perfect scaling",
+        x=module.Config(WORLD),
+        y=module.SummaryMetric(meter.TOKENS_PER_SECOND),
+        log_x=True,
         legend_template="${run:displayName}",
     )
     loss = module.LinePlot(
@@ -159,4 +166,11 @@ def _panels(view: View, module: Any) -> tuple[Any, Any, Any, Any]:
             column(metric=module.SummaryMetric(meter.TOKENS_PER_SECOND), display_name="tokens/s"),
         ],
     )
-    return throughput, memory, loss, coordinates
+    return {
+        "Tokens per second by layout": by_layout("tokens per second of one device", meter.TOKENS_PER_SECOND),
+        "MFU by layout": by_layout("MFU in percent", meter.MFU),
+        "Memory against MFU": memory,
+        "Scaling": scaling,
+        "Loss by tokens": loss,
+        "Layout axes": coordinates,
+    }

@@ -74,3 +74,4 @@ from .watch import RunWatch as RunWatch
 from .watch import Screen as Screen
 from .watch import exit_code as exit_code
 from .watch import follow as follow
+from .watch import upload_lines as upload_lines

@@ -273,6 +273,7 @@ def row_details(row: Row) -> list[tuple[str, object]]:
         ("job", " ".join(job)),
         ("waits for", row["queue_reason"]),
         *moments.items(),
+        ("notes", " ".join(row["notes"].split()) if isinstance(row["notes"], str) else None),
         ("tracker", row["tracker_gap"]),
         ("code", "differs from the present code" if row["stale"] else None),
         ("folder", row["folder"]),

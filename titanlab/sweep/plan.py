@@ -127,7 +127,7 @@ def plan_study(
             named = dataclasses.replace(recipe, sweep=study.name, name=f"{CONTROL}-{number}", repeat=point.repeat)
             runs.append(PlannedRun(point=point, recipe=named, identity=checks.identify(named)))
         study = dataclasses.replace(study, planned=(*study.planned, *runs))
-    return dataclasses.replace(study, notices=tuple(checks.notices))
+    return dataclasses.replace(study, notices=(*request.notices, *checks.notices))
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:

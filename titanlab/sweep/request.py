@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -38,12 +39,14 @@ from titanlab.recipe import (
     value_error,
 )
 from titanlab.sweep.space import LIMIT, WHERE, Expression, Values, canonical_text, expand, keys_of, read_expression
+from titanlab.techniques.tracker.trackers_schema import choice_for_sweeps
 
 CONTROL = "control"
 _REPEATS = "repeats"
+_TRACKER = "tracker"
 _EXAMPLE = "try control: {}, the recipe without the sweep's changes, or control: {ac: none}"
 # Keys with one value for the whole sweep.
-_OF_THE_SWEEP = ("sweep", "runs", "sweeps")
+_OF_THE_SWEEP = ("sweep", "runs", "sweeps", "notes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class Request:
         control: values of the control; None: the sweep has none.
         option: of the group `sweeps`; None: the sweep is defined by the command line alone.
         named: whether the command line sets `name` for all runs.
+        notices: one line for each thing that the sweep goes without.
     """
 
     loader: Loader
@@ -66,6 +70,7 @@ class Request:
     control: Values | None
     option: str | None
     named: bool
+    notices: tuple[str, ...]
 
     @property
     def definition(self) -> Mapping[str, Any]:
@@ -90,7 +95,8 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
     with composition_errors(flags.overrides, flags.values):
         parsed = OverridesParser.create().parse_overrides(list(map(as_typed, flags.overrides)))
     shared = [text for text, override in zip(flags.overrides, parsed, strict=True) if not override.is_sweep_override()]
-    loader = loader or Loader(flags, shared)
+    # A recipe that is composed already is a single run.
+    is_sweep, loader = loader is None, loader or Loader(flags, shared)
     base = loader.base()
     _check_plugins(base)
     node = base.hydra.sweeper
@@ -114,21 +120,27 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
     if len(points) * repeats > LIMIT:
         rule = f"of {len(points)} points each are more runs than {LIMIT}"
         raise ConfigError(_REPEATS, repeats, rule, "take some values out, or repeat less often")
+    control, swept = read_control(settings["control"]), keys_of(points)
+    notices = []
+    if is_sweep and _TRACKER not in (*swept, *(control or {})) and not loader.chooses(_TRACKER):
+        option, notice = choice_for_sweeps(os.environ)
+        loader.defaults = (f"{_TRACKER}={option}",)
+        notices = [notice] if notice else []
     request = Request(
         loader=loader,
         points=points,
         space=space,
         where=_where(settings["where"]),
         repeats=repeats,
-        control=read_control(settings["control"]),
+        control=control,
         option=base.hydra.runtime.choices.get("sweeps"),
         named=any(override.key_or_group == "name" for override in parsed),
+        notices=tuple(notices),
     )
     # No key has both one value for all points and others in the space or in the control.
-    swept, control = keys_of(points), request.control or {}
     for override in parsed:
         key, value = override.key_or_group, override.value()
-        if not override.is_sweep_override() and key in control:
+        if not override.is_sweep_override() and control and key in control:
             rule = f"is one value for all runs, and the sweep's control has another ({control[key]})"
             raise ConfigError(key, value, rule, f"leave it out, or give hydra.sweeper.{CONTROL}")
         if not override.is_sweep_override() and key in swept:

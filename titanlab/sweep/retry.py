@@ -37,7 +37,7 @@ from titanlab.sweep.sweep_folder import SweepFolder, jobs_of, readable
 from titanlab.system import sweep_argument
 
 # Overrides may change how a job is submitted, not what a run computes.
-CHANGEABLE = ("launch.", "cluster.per_node", "cluster.nodes", *LAYOUT)
+CHANGEABLE = ("notes", "launch.", "cluster.per_node", "cluster.nodes", *LAYOUT)
 FAILED = tuple(kind.value for kind in OutcomeKind if kind is not OutcomeKind.DONE)
 
 

@@ -78,7 +78,7 @@ COLUMNS: Mapping[str, str] = {
         (TRUTH, "git_dirty"),
         (TEXT, "torch host_names"),
         (NUMBER, "started updated ended"),
-        (TEXT, "tracker_gap folder"),
+        (TEXT, "notes tracker_gap folder"),
     )
     for name in names.split()
 }
@@ -126,6 +126,7 @@ def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
         "layout.label": layout.label,
         "world": layout.world,
         "repeat": config["repeat"],
+        "notes": config.get("notes"),
         "seed": config["seed"],
         "accelerator": accelerator,
         "device": device,
@@ -386,7 +387,10 @@ _MOST_RECIPES = 80
 _TOO_MANY = f"not kept when it was submitted; of older sweeps only {_MOST_RECIPES} recipes are estimated"
 _OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
 # Parts of a recipe that do not change the estimate.
-_IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "checkpoint", "profiler", "init_from")
+_IRRELEVANT = (
+    *("name", "sweep", "repeat", "seed", "runs", "notes"),
+    *("tracker", "launch", "checkpoint", "profiler", "init_from"),
+)
 
 
 def estimated(recipe: Recipe) -> Estimate | str:
@@ -394,7 +398,7 @@ def estimated(recipe: Recipe) -> Estimate | str:
     # A copy: a new optimizer would check its rate, and one of a package may refuse this rate.
     optimizer = copy.copy(recipe.optimizer)
     vars(optimizer).update(lr=1.0, schedule=Schedule())
-    return _estimated(dataclasses.replace(recipe, name="", repeat=0, seed=0, optimizer=optimizer))
+    return _estimated(dataclasses.replace(recipe, name="", repeat=0, seed=0, notes=None, optimizer=optimizer))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -69,6 +70,17 @@ class SweepFolder:
     def manifest(self) -> dict[str, Any]:
         """The content of sweep.json; empty if runs were started one by one."""
         return read_optional(self.path / "sweep.json") or {}
+
+    def notes(self) -> str:
+        """The notes of the latest submission on one line; empty if it has none."""
+        notes = None
+        with contextlib.suppress(ConfigError):  # `titanlab status` names the damaged file.
+            notes = self.manifest().get("notes")
+        return " ".join(notes.split()) if isinstance(notes, str) else ""
+
+    def title(self) -> str:
+        """The name, and the beginning of the notes."""
+        return self.name + (f" · {textwrap.shorten(notes, 100, placeholder=' …')}" if (notes := self.notes()) else "")
 
     def points(self) -> list[dict[str, Any]]:
         """The rows of points.jsonl: every point of the space, also dropped ones."""

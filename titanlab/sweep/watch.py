@@ -18,7 +18,9 @@ from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.reconcile import ACTIVE
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system import counted, discard, harmless, levelled
+from titanlab.system import counted, discard, harmless, levelled, sweep_argument
+from titanlab.techniques.tracker.wandb import is_uploaded, offline_files
+from titanlab.train import is_due
 
 Look = Callable[[], list[dict[str, Any]]]
 
@@ -31,6 +33,7 @@ _GAP = "  "
 # Lines of the live view besides the rows of runs: headings, counts, prompt.
 _FRAME_LINES = 6
 _LIVE_CAUSES = 5
+_FEW = 4
 # Not a full line: the terminal writes `^C` after it.
 _LEAVE = "Ctrl-C ends the watching; the runs go on"
 
@@ -58,20 +61,20 @@ class Screen:
         """Whether the output is a terminal that can be redrawn."""
         return self._stream.isatty() and self._environ.get("TERM", "") not in ("", "dumb", "unknown")
 
-    def show(self, name: str, rows: Sequence[Row]) -> None:
+    def show(self, sweep: SweepFolder, rows: Sequence[Row]) -> None:
         """Print the table as it is now."""
-        rows = _harmless(rows)
+        name, lines, rows = harmless(sweep.title()), upload_lines(sweep, rows), _harmless(rows)
         if self.is_live:
-            self._console().print(self._view(name, rows))
+            self._console().print(self._view(name, rows), *lines, sep="\n", markup=False, emoji=False)
         else:
-            self._say("\n".join([listing.text(name, rows, now=self._clock()), *drift_lines(rows)]))
+            self._say("\n".join([listing.text(name, rows, now=self._clock()), *drift_lines(rows), *lines]))
 
     def follow(
-        self, name: str, look: Look, *, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep
+        self, sweep: SweepFolder, look: Look, *, seconds: float = 2.0, sleep: Callable[[float], None] = time.sleep
     ) -> list[dict[str, Any]]:
         """Show a sweep until no run is active or waits, or until Ctrl-C, which stops no run. Returns the last rows."""
         rows = look()
-        with self._drawn(name) as draw:
+        with self._drawn(harmless(sweep.title())) as draw:
             draw(_harmless(rows))
             # Only around the loop: `draw` must be closed properly after Ctrl-C.
             with contextlib.suppress(KeyboardInterrupt):
@@ -79,7 +82,7 @@ class Screen:
                     sleep(seconds)
                     rows = look()
                     draw(_harmless(rows))
-        self.show(name, rows)
+        self.show(sweep, rows)
         return rows
 
     @contextlib.contextmanager
@@ -219,7 +222,20 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
         wake(folder)
         return look()
 
-    return Screen().follow(folder.name, look_and_wake)
+    return Screen().follow(folder, look_and_wake)
+
+
+def upload_lines(folder: SweepFolder, rows: Sequence[Row]) -> list[str]:
+    """How to see a sweep in wandb, if no run is active and files of one wait for an upload; else empty."""
+    if not settled(rows):
+        return []
+    runs = [folder.run(row["run"]) for row in rows if row["state"] == "ended"]
+    waiting = (file for run in runs for file in offline_files(run.path) if not is_uploaded(file))
+    # The runs of a small sweep that has just ended may still be writing their files.
+    if not any(waiting) and not any(map(is_due, runs[:_FEW])):
+        return []
+    name = sweep_argument(folder.path)
+    return [f"in wandb: titanlab sync {name}, then titanlab workspace {name}"]
 
 
 def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:

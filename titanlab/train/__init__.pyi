@@ -17,11 +17,14 @@ from .starting_weights import not_read as not_read
 from .starting_weights import start_fingerprint as start_fingerprint
 from .totals import Reduction as Reduction
 from .totals import Totals as Totals
+from .tracking import configs_of as configs_of
 from .tracking import has_repeated_steps as has_repeated_steps
 from .tracking import has_tracker as has_tracker
+from .tracking import is_due as is_due
 from .tracking import rebuild as rebuild
 from .tracking import tracker_gap as tracker_gap
 from .tracking import waiting_files as waiting_files
+from .tracking import write_at_end as write_at_end
 from .train import Observer as Observer
 from .weights import DTYPES as DTYPES
 from .weights import fetch_model as fetch_model

@@ -71,6 +71,7 @@ def tracked_run(
             **{f"point.{key}": value for key, value in point_of(run).items()},
         },
         tags=[recipe.model.kind, str(recipe.cluster.device), recipe.precision.kind],
+        notes=recipe.notes,
         attempt=attempt,
         resumed_step=resumed_step,
         is_live=is_live,
@@ -245,6 +246,42 @@ def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record
             raise ConfigError("run", run.path, "has no rows in metrics.jsonl", "there is nothing to write")
         several = len(own) > 1 or (tracker is not None and tracker.kind not in own)
         return [_rewritten(run, recipe, config, rows, attempt, several=several) for config in configs]
+
+
+def write_at_end(run: RunFolder, recipe: Recipe, attempt: int) -> str | None:
+    """Write the files of those trackers that write when a run has ended. The caller has claimed the run.
+
+    Returns:
+        why a file could not be written, in one line; None: all are written.
+    """
+    parts = recipe.tracker.parts()
+    configs = [config for config in parts.values() if config.is_written_at_end]
+    try:
+        rows = [row for row in run.metrics() if row["kind"] != EXPERTS] if configs else []
+        for config in configs if rows else ():
+            config = config.for_rebuild(len(rows)) or config
+            config.check_installed()
+            _rewritten(run, recipe, config, rows, attempt, several=len(parts) > 1)
+    except (TitanlabError, OSError) as error:
+        return f"its files for wandb are not written ({error}); metrics.jsonl has everything"
+    return None
+
+
+def is_due(run: RunFolder) -> bool:
+    """Whether a run has ended whose tracker writes at the end, and whose files lack its last attempt."""
+    try:
+        is_at_end = any(config.get("mode") == "at_end" for config in configs_of(run))
+        has_rows = is_at_end and run.result() is not None and any(row["kind"] != EXPERTS for row in run.metrics())
+    except ConfigError:
+        return False  # `titanlab status` names the damaged file.
+    written = records_in(run.path).get(_WANDB)
+    return has_rows and (written is None or written.state != FINISHED or written.attempt < run.newest_attempt())
+
+
+def configs_of(run: RunFolder) -> list[Mapping[str, Any]]:
+    """The config of a run's tracker, or of each of them, as config.yaml has it."""
+    tracker = run.section("tracker")
+    return [tracker, *(value for value in tracker.values() if isinstance(value, Mapping))]
 
 
 def _rewritten(

@@ -4,15 +4,17 @@ import io
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.sweep.made import begin, end, train
 from titanlab.records import Status
-from titanlab.sweep import RunWatch, Screen, SweepTable, exit_code
+from titanlab.sweep import RunWatch, Screen, SweepFolder, SweepTable, exit_code
 from titanlab.sweep import watch as run_watch
 from titanlab.sweep.watch import settled
 
+LAYOUTS = SweepFolder(Path("layouts"))
 SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -46,7 +48,7 @@ def sweep_of(made, count=6, *, label="a-label-of-a-run-that-is-quite-long-and-mo
 def test_no_line_is_wider_than_the_terminal(made, columns):
     stream, shown = screen(columns)
     rows = sweep_of(made).rows()
-    shown.show("layouts", rows)
+    shown.show(LAYOUTS, rows)
     lines = SEQUENCE.sub("", stream.getvalue()).splitlines()
     assert max(map(len, lines)) <= columns
     heading = next(line for line in lines if line.startswith("run"))
@@ -60,9 +62,9 @@ def test_no_line_is_wider_than_the_terminal(made, columns):
 def test_colours_are_left_out_where_they_are_not_wanted(made):
     rows = sweep_of(made).rows()
     coloured, shown = screen()
-    shown.show("layouts", rows)
+    shown.show(LAYOUTS, rows)
     plain, shown = screen(NO_COLOR="1")
-    shown.show("layouts", rows)
+    shown.show(LAYOUTS, rows)
     assert "\x1b[32mdone" in coloured.getvalue()
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", plain.getvalue())
     assert SEQUENCE.sub("", coloured.getvalue()) == SEQUENCE.sub("", plain.getvalue())
@@ -73,7 +75,7 @@ def test_text_of_others_does_not_control_a_terminal(made):
     begin(run)
     end(run, "oom", cause="x\x1b[2J\x1b]0;owned\x07\u202e")
     stream, shown = screen()
-    shown.follow("layouts", SweepTable(made.folder).rows)
+    shown.follow(LAYOUTS, SweepTable(made.folder).rows)
     assert "x^[[2J^[]0;owned^G\\u202e" in stream.getvalue()
     assert not re.search("\x1b\\[2J|\x1b]|\x07|\u202e", stream.getvalue())
 
@@ -81,7 +83,7 @@ def test_text_of_others_does_not_control_a_terminal(made):
 @pytest.mark.parametrize("environ", [{"TERM": "dumb"}, {"TERM": ""}])
 def test_a_terminal_that_can_do_nothing_gets_plain_lines(made, environ):
     stream, shown = screen(**environ)
-    shown.show("layouts", sweep_of(made).rows())
+    shown.show(LAYOUTS, sweep_of(made).rows())
     assert "\x1b" not in stream.getvalue()
 
 
@@ -95,7 +97,7 @@ def test_a_live_view_is_no_higher_than_the_terminal_and_shows_first_what_is_unde
     def sleep(seconds):
         raise KeyboardInterrupt
 
-    shown.follow("layouts", look, sleep=sleep)
+    shown.follow(LAYOUTS, look, sleep=sleep)
     # What is drawn before the cursor goes back up.
     drawn = SEQUENCE.sub("", stream.getvalue().split("\x1b[1A")[0].split("\x1b[2K")[0])
     lines = drawn.strip("\r\n").splitlines()
@@ -121,7 +123,7 @@ def test_watching_ends_when_nothing_runs_or_waits(made):
         begin(run)
         train(run)
         shown = shown or Screen(stream, environ={}, clock=lambda: 1400.0)
-        rows = shown.follow("layouts", table.rows, seconds=2.0, sleep=sleep)
+        rows = shown.follow(LAYOUTS, table.rows, seconds=2.0, sleep=sleep)
         assert slept == [2.0] * 3
         assert (settled(rows), rows[0]["outcome"]) == (True, "done")
         assert "1 run: 1 done" in stream.getvalue()
@@ -135,7 +137,7 @@ def test_in_a_pipe_changes_are_lines(made):
     def sleep(seconds):
         end(first)
 
-    Screen(stream, environ={}).follow("layouts", table.rows, sleep=sleep)
+    Screen(stream, environ={}).follow(LAYOUTS, table.rows, sleep=sleep)
     lines = [re.sub(r"^\d\d:\d\d:\d\d", "TIME", line) for line in stream.getvalue().splitlines()]
     assert lines[:5] == [
         f"TIME  {first.path.name}: running",

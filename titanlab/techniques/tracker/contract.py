@@ -99,6 +99,11 @@ class TrackerConfig(OptionConfig, Protocol):
         """The trackers that the config consists of, by name; by default it is one tracker."""
         return {self.kind: self}
 
+    @property
+    def is_written_at_end(self) -> bool:
+        """Whether its files are written from metrics.jsonl when the run has ended, so that no row is logged before."""
+        return False
+
     def check_installed(self) -> None:
         """Check that the packages of the tracker are installed; by default it needs none.
 
@@ -170,6 +175,7 @@ class TrackedRun:
     layout: Mapping[str, int]
     facts: Mapping[str, Any] = field(default_factory=dict)
     tags: Sequence[str] = ()
+    notes: str | None = None
     job_type: str = "train"
     attempt: int = 1
     resumed_step: int = 0

@@ -53,8 +53,9 @@ class Wandb(TrackerConfig):
     """Weights & Biases, in a separate process.
 
     Attributes:
-        mode: `online`, `offline` (files for `wandb sync`), `off`, or `auto`: the value of WANDB_MODE, or online if it
-            is not set. Without an API key, online becomes offline.
+        mode: `online`, `offline` (files for `wandb sync`), `at_end` (such files, written from metrics.jsonl when the
+            run has ended), `off`, or `auto`: the value of WANDB_MODE, or online if it is not set. Without an API key,
+            online becomes offline.
         project: null: WANDB_PROJECT, or titanlab.
         entity: user or team; null: the account's default.
         group: null: the sweep's name, so that a dashboard compares its recipes.
@@ -64,7 +65,7 @@ class Wandb(TrackerConfig):
     """
 
     kind: str = "wandb"
-    mode: str = field(default="auto", metadata={"choices": ("auto", "online", "offline", "off")})
+    mode: str = field(default="auto", metadata={"choices": ("auto", "online", "offline", "at_end", "off")})
     project: str | None = None
     entity: str | None = None
     group: str | None = None
@@ -87,14 +88,29 @@ class Wandb(TrackerConfig):
 
         return WandbTracker(self)
 
+    @property
+    def is_written_at_end(self) -> bool:
+        return self.mode == "at_end"
+
     def check_installed(self) -> None:
-        if self.mode != "off" and importlib.util.find_spec("wandb") is None:
+        # At the end of a run, a missing package is a line: the run itself needs none.
+        if self.mode not in ("off", "at_end") and importlib.util.find_spec("wandb") is None:
             cure = "pip install wandb, or try tracker=jsonl"
             raise ConfigError("tracker", "wandb", "the package is not installed", cure)
 
     def for_rebuild(self, rows: int) -> Wandb:
         # wandb takes about 5,000 rows a second, so this time limit is generous.
         return replace(self, mode="offline", queue_rows=rows + 1, finish_seconds=120 + rows / 100)
+
+
+def choice_for_sweeps(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The option with which a sweep records if nothing chooses one, and a line on why it is not wandb; or no line."""
+    mode = environ.get("WANDB_MODE")
+    if mode == "disabled":
+        return "jsonl", ""
+    if importlib.util.find_spec("wandb") is None:
+        return "jsonl", "wandb is not installed, so its files are not written; metrics.jsonl has everything"
+    return "wandb" if mode == "online" else "wandb_at_end", ""
 
 
 @option("tracker", "jsonl")

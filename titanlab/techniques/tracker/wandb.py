@@ -53,7 +53,7 @@ _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "di
 
 
 def resolve_mode(config: Wandb, environ: Mapping[str, str]) -> str:
-    """`online`, `offline` or `off`."""
+    """`online`, `offline`, `at_end` or `off`."""
     mode = config.mode
     if mode == "auto":
         mode = _ENV_MODES.get(environ.get("WANDB_MODE", ""), "online")
@@ -133,7 +133,7 @@ class WandbTracker(Tracker):
     def start(self, run: TrackedRun, *, warn: Warn) -> None:
         self._warn = warn
         mode = resolve_mode(self._config, os.environ)
-        if mode == "off":
+        if mode in ("off", "at_end"):
             return
         if self._config.mode == "online" and mode == "offline":
             self._warn_once("no API key was found, so it writes offline; `wandb login` makes one known")
@@ -171,6 +171,7 @@ class WandbTracker(Tracker):
             "group": self._config.group or run.sweep,
             "job_type": run.job_type,
             "tags": tags,
+            "notes": run.notes,
             "dir": str(run.folder),
             # None: an attempt from step 0 replaces what wandb has under this id.
             "resume": "allow" if run.resumed_step else None,
@@ -465,9 +466,8 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], send: Send) -> No
 
 def _open(start: dict[str, Any], send: Send) -> Any:
     """Start a run of wandb; if it cannot get online, the run is written offline."""
-    if not os.environ.get("WANDB_MODE"):
-        # wandb refuses to start if WANDB_MODE is empty.
-        os.environ.pop("WANDB_MODE", None)
+    # The mode is known. wandb refuses to start if WANDB_MODE is empty.
+    os.environ.pop("WANDB_MODE", None)
     import wandb
 
     if start["mode"] == "online":
@@ -493,7 +493,10 @@ def _open(start: dict[str, Any], send: Send) -> Any:
 
 
 def _init(wandb: Any, start: Mapping[str, Any]) -> Any:
-    names = ("id", "name", "mode", "project", "entity", "group", "job_type", "tags", "dir", "config", "resume")
+    if start["mode"] == "offline":
+        # Nothing leaves the machine, also no report of an error to wandb.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    names = ("id", "name", "mode", "project", "entity", "group", "job_type", "tags", "notes", "dir", "config", "resume")
     return wandb.init(
         **{name: start[name] for name in names},
         settings=wandb.Settings(
