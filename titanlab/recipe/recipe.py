@@ -136,6 +136,12 @@ class Recipe:
         return elements * formats.reduce_bytes > MOST_WHOLE_GRADIENTS
 
     @property
+    def leaves_node(self) -> bool:
+        """Whether tensor parallelism of a resolved recipe sends between nodes; its ranks are neighbours."""
+        devices = (self.cluster.per_node or 0) * self.cluster.linked_nodes
+        return 0 < devices < self.layout.world and devices % self.layout.tensor > 0
+
+    @property
     def tokens_per_step(self) -> int:
         return self.training.global_batch * self.training.seq_len
 

@@ -1,6 +1,6 @@
 """What goes with what: small recipes that combine techniques, the rules that refuse them, the rows that prove them.
 
-The recipes are composed and checked as those of `titanlab train`, so an answer cannot differ from what training refuses.
+The recipes are composed and checked as those of `titanlab train`: an answer cannot differ from what training refuses.
 The rows are read from the pages of docs/ that the tests of parity write.
 """
 
@@ -195,7 +195,7 @@ def _merged(base: Any, one: Any, other: Any) -> Any:
         return other
     if other == base:
         return one
-    if not (dataclasses.is_dataclass(base) and type(base) is type(one) is type(other)):
+    if not (hasattr(base, "__dataclass_fields__") and type(base) is type(one) is type(other)):
         return None
     values = {}
     for field in dataclasses.fields(base):
@@ -203,7 +203,7 @@ def _merged(base: Any, one: Any, other: Any) -> Any:
         values[field.name] = _merged(*own)
         if values[field.name] is None and own != [None] * len(own):
             return None
-    return type(base)(**values)
+    return dataclasses.replace(base, **values)
 
 
 def features(recipe: Recipe) -> frozenset[str]:
