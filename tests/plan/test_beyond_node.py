@@ -45,9 +45,10 @@ def test_nothing_is_said_of_tensor_parallelism_in_a_node(inside):
 
 
 def test_ranks_that_do_not_fill_nodes_evenly_leave_them():
-    (recipe,) = compose([*GPUS, "parallelism.tensor=4", "parallelism.shard=64", "cluster.per_node=6"])
-    assert for_planning(recipe, stands=True).leaves_node
-    assert "between nodes of 6 devices" in beyond_node(for_planning(recipe, stands=True))
+    (recipe,) = compose([*GPUS, "parallelism.tensor=4", "parallelism.shard=64"])
+    recipe = for_planning(recipe, stands=True)
+    assert recipe.leaves_node(6)
+    assert "between nodes of 6 devices" in beyond_node(recipe, 6)
 
 
 @pytest.mark.parametrize(("local", "is_said"), [(2, True), (4, False)])

@@ -58,7 +58,7 @@ def agree(here, pair, pool, folder, capsys):
         given = [f"{key}={str(value).lower()}" for key, value in both.items()]
         base = ["data=synthetic", "checkpoint=off", "training.steps=2", "model.layers=4", *HERE]
         assert main(["train", *base, f"training.global_batch={4 * data}", *given, f"runs={folder}"]) == 2
-        assert capsys.readouterr().err.strip() == f"error: {answer.refusal}"
+        assert capsys.readouterr().err.strip() == f"error: {answer.why}"
         return
     recipe = dataclasses.replace(here.recipe(both), runs=str(folder), name="-".join(pair).replace("=", "_"))
     pool.run(recipe.world, tiny.as_rank, recipe, tiny.begin(recipe), limit_seconds=500)
@@ -125,7 +125,7 @@ def test_the_page_shows_all_pairs(combinations):
 
 def page(text, combinations):
     table, names = combinations.table(), list(combinations.techniques)
-    rules = list(dict.fromkeys(str(answer.refusal) for answer in table.values() if answer.refusal))
+    rules = list(dict.fromkeys(answer.why for answer in table.values() if answer.verdict == REFUSED))
     starts = [names.index(name) for name in HEADINGS.values()]
 
     def cell(one, other):
@@ -133,9 +133,9 @@ def page(text, combinations):
         if answer is None or answer.verdict in (INCLUDED, EITHER):
             return {INCLUDED: "=", EITHER: "or"}[answer.verdict] if answer else ""
         if answer.verdict == PROVEN:
-            letter = {"parity.md": "L", "techniques.md": "T"}[answer.row.page]
-            return f"[{letter}{answer.row.number}]({answer.row.page})"
-        return "yes" if answer.verdict == WORKS else f"[**no** {rules.index(str(answer.refusal)) + 1}](#why-not)"
+            number, name = re.fullmatch(r"row (\d+) of docs/(.*)", answer.why).groups()
+            return f"[{'L' if name == 'parity.md' else 'T'}{number}]({name})"
+        return "yes" if answer.verdict == WORKS else f"[**no** {rules.index(answer.why) + 1}](#why-not)"
 
     lines = []
     for heading, start, end in zip(HEADINGS, starts, [*starts[1:], len(names)], strict=True):

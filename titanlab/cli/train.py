@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from titanlab.system import Console, kept_imports
-
-if TYPE_CHECKING:
-    from titanlab.recipe import Recipe
 
 _DRY_RUN = ("-n", "--dry-run")
 
@@ -51,8 +46,11 @@ def train_verb(args: Namespace) -> int:
 
             console.phase("checking the recipe and its data" if ranks is None and console.is_live else None)
             (ready,) = prepare([one[1]], console.note)
-            if ranks is not None and ranks.rank == 0:
-                _note_beyond_node(ready.recipe, ranks.local_world, console)
+            if ranks is not None and ranks.rank == 0 and ready.recipe.leaves_node(ranks.local_world):
+                # Imported here: few recipes need the planner.
+                from titanlab.plan import beyond_node
+
+                console.note(beyond_node(ready.recipe, ranks.local_world))
             return execute(ready, console).kind.exit_code
     # Imported here, because a single run on this host needs no code for sweeps.
     from titanlab.cli.sweep import run_study
@@ -61,14 +59,3 @@ def train_verb(args: Namespace) -> int:
         return run_study(rest, dry_run=is_dry, loader=one[0])
     # The user typed every point of this command, so a point that cannot run is an error.
     return run_study(rest, dry_run=is_dry, wait=not is_dry, whole=True)
-
-
-def _note_beyond_node(recipe: Recipe, local_world: int, console: Console) -> None:
-    """Say so if tensor parallelism sends between the nodes on which torchrun or srun has started the ranks."""
-    cluster = replace(recipe.cluster, per_node=recipe.cluster.per_node or local_world)
-    recipe = replace(recipe, cluster=cluster)
-    if recipe.leaves_node and recipe.layout.world > local_world:
-        # Imported here: the planner takes a tenth of a second, and few recipes need it.
-        from titanlab.plan import beyond_node
-
-        console.note(beyond_node(recipe))

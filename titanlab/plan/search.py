@@ -125,28 +125,27 @@ def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Vary) -> Reci
     return RecipeRanking(space=space, machine=machine, limit=limit)
 
 
-def beyond_node(recipe: Recipe) -> str:
-    """A line about a resolved recipe that `leaves_node`, and what the planner would take instead.
+def beyond_node(recipe: Recipe, per_node: int) -> str:
+    """A line about a resolved recipe that leaves its nodes of this many processes, with the planner's choice instead.
 
     Degrees and microbatch vary, all else stays: such a search takes a tenth of a second, a whole one takes seconds.
     """
-    devices = (recipe.cluster.per_node or 0) * recipe.cluster.linked_nodes
+    devices = per_node * recipe.cluster.linked_nodes
     line = f"parallelism.tensor={recipe.layout.tensor} sends between nodes of {devices} devices, over their network"
     with contextlib.suppress(ConfigError), no_collection():
-        recipe = for_planning(recipe, stands=True)
+        recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, per_node=per_node))
         machine, every = machine_of(recipe), choices_of(recipe)
         # The recipe's own options come first.
         own = Choices(**{field.name: getattr(every, field.name)[:1] for field in dataclasses.fields(every)})
         space = _LayoutsForData(recipe, per_node=machine.per_node, choices=own)
         ranking = RecipeRanking(space=space, machine=machine, limit=machine.memory_bytes * (1 - MARGIN))
         speed = grouped(step_time(recipe, machine, pipeline=simulated_time).tokens_per_second)
-        varied = (*(f"parallelism.{axis}" for axis in AXES), "training.microbatch")
         for best in ranking.best(1):
-            keys = [word for word in overrides(best, recipe) if word.partition("=")[0] in varied]
+            keys = [word for word in overrides(best, recipe) if not word.startswith(("ac", "schedule"))]
             line += (
-                f": an estimated {speed} tokens/s a device; the planner would take {best.recipe.layout.label}, "
-                f"with {grouped(best.time.tokens_per_second)}: {' '.join(keys)}"
+                f": an estimated {speed} tokens/s a device; the planner would take {best.recipe.layout.label}, with "
             )
+            line += f"{grouped(best.time.tokens_per_second)}: {' '.join(keys)}"
     return line
 
 

@@ -135,10 +135,9 @@ class Recipe:
         elements = (account.parameter_count - experts) / layout.tensor + experts / max(layout.tensor, layout.expert)
         return elements * formats.reduce_bytes > MOST_WHOLE_GRADIENTS
 
-    @property
-    def leaves_node(self) -> bool:
-        """Whether tensor parallelism of a resolved recipe sends between nodes; its ranks are neighbours."""
-        devices = (self.cluster.per_node or 0) * self.cluster.linked_nodes
+    def leaves_node(self, per_node: int | None) -> bool:
+        """Whether tensor parallelism of a resolved recipe sends between nodes, each with this many of its processes."""
+        devices = (per_node or 0) * self.cluster.linked_nodes
         return 0 < devices < self.layout.world and devices % self.layout.tensor > 0
 
     @property

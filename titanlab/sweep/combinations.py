@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,31 +54,40 @@ _NEEDED: Mapping[str, Values] = {"ac=memory_budget": _COMPILED}
 # The small recipe has these without being asked, and a csv is a schedule of the user's own.
 _LEFT_OUT = ("precision=fp32", "ac=none", "optimizer=adamw", "schedule=csv")
 PROVEN, WORKS, REFUSED, INCLUDED, EITHER = "proven", "works", "refused", "included", "either"
+# Mark in a table and meaning of each answer.
+VERDICTS = {
+    PROVEN: ("P", "works, and a row of docs/parity.md or docs/techniques.md holds it to one process"),
+    WORKS: ("w", "no rule refuses it, and no row has all of it"),
+    REFUSED: ("X", "by a rule"),
+    INCLUDED: ("=", "one of the two has the other in it"),
+    EITHER: ("|", "one or the other, because both set the same key"),
+}
 PAGES = ("parity.md", "techniques.md")
 _OF_MODELS = {"fused, in tiles": "model.fused", "tied embeddings": "model.tied_embeddings"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a page of proofs: its number from 1, and the features that the row combines."""
+    """A row of a page of proofs: its number from 1, and the features that it combines."""
 
     page: str
     number: int
     features: frozenset[str]
 
+    def __str__(self) -> str:
+        return f"row {self.number} of docs/{self.page}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Whether techniques go together.
-
-    Attributes:
-        verdict: `proven`: a row has all of them; `works`: no rule refuses them; `refused`; `included`: one of the two
-            has the other; `either`: both set the same key.
-    """
+    """Whether techniques go together: one of `VERDICTS`, and the row that proves it or the rule that refuses it."""
 
     verdict: str
-    row: Row | None = None
-    refusal: ConfigError | None = None
+    why: str = ""
+
+
+class _ConflictError(Exception):
+    """Two techniques set a field to different values."""
 
 
 class Combinations:
@@ -133,9 +142,12 @@ class Combinations:
     def pair(self, one: Values, other: Values) -> Answer:
         """Whether two points go together."""
         self._composer = self._composer or Composer(self._loader, [{}, one, other, *self.techniques.values()])
-        first, second = self._composed(one), self._composed(other)
-        both = _merged(self._composed({}), first, second)
-        if both is None or any(one[key] != other[key] for key in one.keys() & other.keys()):
+        base, first, second = map(self._composed, ({}, one, other))
+        try:
+            if any(one[key] != other[key] for key in one.keys() & other.keys()):
+                raise _ConflictError
+            both = _merged(base, first, second)
+        except _ConflictError:
             return Answer(verdict=EITHER)
         return Answer(verdict=INCLUDED) if both in (first, second) else self._answer(both)
 
@@ -145,12 +157,12 @@ class Combinations:
         pairs = [(one, other) for place, one in enumerate(names) for other in names[:place]]
         return {pair: self.pair(*(self.techniques[name] for name in pair)) for pair in pairs}
 
-    def proven_pairs(self, point: Values) -> Iterator[tuple[str, str, Row | None]]:
+    def proven_pairs(self, point: Values) -> list[tuple[str, str]]:
         """Each pair of the features of a recipe that no rule refuses, and the row that has both."""
         # The schedule of a pipeline stands for the pipeline.
-        wanted = features(self.recipe(point)) - self._usual() - {"pipeline"}
-        for one, other in itertools.combinations(sorted(wanted), 2):
-            yield one.replace(".kind", ""), other.replace(".kind", ""), _proving({one, other})
+        wanted = sorted(features(self.recipe(point)) - self._usual() - {"pipeline"})
+        pairs = itertools.combinations(wanted, 2)
+        return [(" × ".join(pair).replace(".kind", ""), str(_proving({*pair}) or "no row")) for pair in pairs]
 
     def recipe(self, point: Values) -> Recipe:
         """The resolved small recipe; raises ConfigError if a rule refuses it."""
@@ -178,9 +190,9 @@ class Combinations:
         try:
             resolved = self._checked(recipe)
         except ConfigError as error:
-            return Answer(verdict=REFUSED, refusal=error)
+            return Answer(verdict=REFUSED, why=str(error))
         row = _proving(features(resolved) - self._usual())
-        return Answer(verdict=WORKS if row is None else PROVEN, row=row)
+        return Answer(verdict=WORKS) if row is None else Answer(verdict=PROVEN, why=str(row))
 
 
 def _proving(wanted: Set[str]) -> Row | None:
@@ -190,19 +202,15 @@ def _proving(wanted: Set[str]) -> Row | None:
 
 
 def _merged(base: Any, one: Any, other: Any) -> Any:
-    """A config with what two others change of it; None: they set a field to different values."""
+    """A config with what two others change of it."""
     if one in (base, other):
         return other
     if other == base:
         return one
     if not (hasattr(base, "__dataclass_fields__") and type(base) is type(one) is type(other)):
-        return None
-    values = {}
-    for field in dataclasses.fields(base):
-        own = [getattr(config, field.name) for config in (base, one, other)]
-        values[field.name] = _merged(*own)
-        if values[field.name] is None and own != [None] * len(own):
-            return None
+        raise _ConflictError
+    names = [field.name for field in dataclasses.fields(base)]
+    values = {name: _merged(*(getattr(config, name) for config in (base, one, other))) for name in names}
     return dataclasses.replace(base, **values)
 
 
@@ -229,27 +237,20 @@ def features(recipe: Recipe) -> frozenset[str]:
     return frozenset(found)
 
 
-def _axes(layout: Layout) -> Iterable[str]:
-    data = {(True, False): "ddp", (False, True): "fsdp", (True, True): "hsdp"}
-    degrees = layout.degrees()
-    if name := data.get((degrees.pop("replicate") > 1, degrees.pop("shard") > 1)):
-        yield name
-    yield from (axis for axis in degrees if degrees[axis] > 1)
-
-
-def page_of(name: str) -> Path:
-    """A page of docs/: beside the package in a clone, inside it in an installed wheel."""
-    package = Path(titanlab.__file__).parent
-    inside = package / "docs" / name
-    return inside if inside.is_file() else package.parent / "docs" / name
+def _axes(layout: Layout) -> set[str]:
+    axes = {axis for axis, degree in layout.degrees().items() if degree > 1}
+    data = {"replicate": "ddp", "shard": "fsdp", "replicate shard": "hsdp"}
+    name = data.get(" ".join(sorted(axes & {"replicate", "shard"})))
+    return axes - {"replicate", "shard"} | ({name} if name else set())
 
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """All rows of the pages of proofs."""
-    found = []
+    """All rows of the pages of proofs, which are beside the package in a clone, and inside it in an installed wheel."""
+    package, found = Path(titanlab.__file__).parent, []
+    folder = package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
     for page in PAGES:
-        lines = page_of(page).read_text(encoding="utf-8").splitlines()
+        lines = (folder / page).read_text(encoding="utf-8").splitlines()
         cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines if line.startswith("| ")]
         for number, *row in cells[1:]:
             found.append(Row(page=page, number=int(number), features=_features_of_row(page, row)))
@@ -263,6 +264,8 @@ def _features_of_row(page: str, cells: Sequence[str]) -> frozenset[str]:
     degrees = {axes[name]: int(degree) for name, degree in re.findall(r"(\w*[a-z])(\d+)", label)}
     layout = Layout(**{axis: degrees.get(axis, 1) for axis in AXES})
     found = {*_axes(layout), "data.kind=synthetic", "optimizer.kind=adamw", "model.kind=llama"}
+    is_layout = page == "parity.md"
+    precision, ac, backend = ("fp32", "none", "eager") if is_layout else cells[1:4]
     schedule = "1f1b"
     for option in given:
         name, equals, value = option.partition("=")
@@ -272,12 +275,8 @@ def _features_of_row(page: str, cells: Sequence[str]) -> frozenset[str]:
             found.add(f"parallelism.{name}={value}")
     if layout.pipeline > 1:
         found.add(f"schedule.kind={schedule}")
-    if page == "parity.md":
-        precision, ac, backend = "fp32", "none", "eager"
-        if cells[0] in _OF_MODELS:
-            found.add(f"{_OF_MODELS[cells[0]]}=True")
-    else:
-        precision, ac, backend = cells[1:4]
+    if is_layout and cells[0] in _OF_MODELS:
+        found.add(f"{_OF_MODELS[cells[0]]}=True")
     if backend != "eager":
         found.add("compile.blocks=True")
     return frozenset({*found, f"precision.kind={precision}", f"ac.kind={ac}"})

@@ -128,12 +128,11 @@ def plan_study(
             runs.append(PlannedRun(point=point, recipe=named, identity=checks.identify(named)))
         study = dataclasses.replace(study, planned=(*study.planned, *runs))
     notices = list(checks.notices)
-    kept = [planned.recipe for planned in study.planned]
-    apart = [recipe for recipe in kept if recipe.leaves_node and not recipe.launch.runs_here]
-    if apart:
-        # One line for all: each estimate takes a tenth of a second.
-        whose = "" if len(apart) == 1 else f"{apart[0].name}, the first of {len(apart)} such runs: "
-        notices.append(whose + beyond_node(apart[0]))
+    submitted = [each.recipe for each in study.planned if not each.recipe.launch.runs_here]
+    apart = [recipe for recipe in submitted if recipe.leaves_node(recipe.cluster.per_node)]
+    for first in apart[:1]:
+        whose = "" if len(apart) == 1 else f"{first.name}, the first of {len(apart)} such runs: "
+        notices.append(whose + beyond_node(first, first.cluster.per_node or 1))
     return dataclasses.replace(study, notices=tuple(notices))
 
 
