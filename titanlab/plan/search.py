@@ -142,10 +142,8 @@ def beyond_node(recipe: Recipe, per_node: int) -> str:
         speed = grouped(step_time(recipe, machine, pipeline=simulated_time).tokens_per_second)
         for best in ranking.best(1):
             keys = [word for word in overrides(best, recipe) if not word.startswith(("ac", "schedule"))]
-            line += (
-                f": an estimated {speed} tokens/s a device; the planner would take {best.recipe.layout.label}, with "
-            )
-            line += f"{grouped(best.time.tokens_per_second)}: {' '.join(keys)}"
+            better = f"{best.recipe.layout.label}, with {grouped(best.time.tokens_per_second)}: {' '.join(keys)}"
+            line += f": an estimated {speed} tokens/s a device; the planner would take {better}"
     return line
 
 
