@@ -131,7 +131,12 @@ def beyond_node(recipe: Recipe, per_node: int) -> str:
     Degrees and microbatch vary, all else stays: such a search takes a tenth of a second, a whole one takes seconds.
     """
     devices = per_node * recipe.cluster.linked_nodes
-    line = f"parallelism.tensor={recipe.layout.tensor} sends between nodes of {devices} devices, over their network"
+    line = (
+        f"parallelism.tensor={recipe.layout.tensor} sends between nodes of {counted(devices, 'device')}, over a network"
+    )
+    if recipe.cluster.accelerator == "cpu":
+        # Estimates of CPUs that nobody has measured are too rough.
+        return line
     with contextlib.suppress(ConfigError), no_collection():
         recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, per_node=per_node))
         machine, every = machine_of(recipe), choices_of(recipe)
