@@ -46,13 +46,12 @@ def train_verb(args: Namespace) -> int:
 
             console.phase("checking the recipe and its data" if ranks is None and console.is_live else None)
             (ready,) = prepare([one[1]], console.note)
-            # Only rank 0 of several hosts says it.
-            local = ranks.local_world if ranks is not None and ranks.rank == 0 < ranks.local_world < ranks.world else 0
-            if local and ready.recipe.leaves_node(local):
-                # Imported here: few recipes need the planner.
+            if ranks is not None and ranks.rank == 0 and ranks.world > ranks.local_world:
+                # Imported here: a run on one host does not ask for it.
                 from titanlab.plan import beyond_node
 
-                console.note(beyond_node(ready.recipe, local))
+                if ready.recipe.leaves_node(ranks.local_world):
+                    console.note(beyond_node(ready.recipe, ranks.local_world))
             return execute(ready, console).kind.exit_code
     # Imported here, because a single run on this host needs no code for sweeps.
     from titanlab.cli.sweep import run_study
