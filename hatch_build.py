@@ -1,4 +1,6 @@
-"""Puts YAMLs and constraints.txt into a wheel: they live beside the package in a clone, and inside it when installed.
+"""Puts YAMLs, constraints.txt and two pages of docs/ into a wheel.
+
+They live beside the package in a clone, and inside it when installed.
 
 `[tool.hatch.build.targets.wheel.force-include]` would copy them into an editable installation too, where the copies
 would soon be old.
@@ -18,3 +20,6 @@ class ConfigFolders(BuildHookInterface):
             build_data["force_include"]["conf"] = "titanlab/conf"
             # `titanlab doctor` compares what is installed with what was tested.
             build_data["force_include"]["constraints.txt"] = "titanlab/constraints.txt"
+            # `titanlab combinations` names their rows.
+            for page in ("docs/parity.md", "docs/techniques.md"):
+                build_data["force_include"][page] = f"titanlab/{page}"

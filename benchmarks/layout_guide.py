@@ -26,11 +26,12 @@ import layout_guide_page
 from titanlab.cli.compose import compose
 from titanlab.cli.verbs import call
 from titanlab.costs import Layout
-from titanlab.plan import for_planning, machine_of
+from titanlab.plan import estimate_of, for_planning, machine_of, plan
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.ranking import Ranked, RecipeRanking
 from titanlab.plan.space import LayoutSpace, choices_of
 from titanlab.plan.step_time import step_time
+from titanlab.recipe import Recipe
 from titanlab.system import significant
 
 HERE = Path(__file__).parent
@@ -43,6 +44,35 @@ EQUAL = 0.02
 # Of how many layouts the simplest is looked for at most.
 MOST = 64
 EXAMPLE = "titanlab plan +recipe=llama3_1_8b_8gpus cluster=h100 --top 5"
+
+# The first table: recipes as they stand, by model.
+RECIPES: Sequence[tuple[str, str]] = (
+    ("1B", "llama3_2_1b_8gpus"),
+    ("3B", "llama3_2_3b_8gpus"),
+    ("8B", "llama3_1_8b_8gpus"),
+    ("8B", "llama3_1_8b_8gpus_guide"),
+    ("8B", "llama3_8b_64gpus"),
+    ("8B", "llama3_1_8b_128gpus"),
+    ("8B", "llama3_1_8b_128gpus_float8"),
+    ("13B", "llama2_13b_96gpus"),
+    ("30B-A3B", "qwen3_moe_30b_a3b_8gpus"),
+    ("30B-A3B", "qwen3_moe_30b_a3b_32gpus"),
+    ("30B-A3B", "qwen3_moe_30b_a3b_128gpus"),
+    ("70B", "llama3_1_70b_32gpus"),
+    ("70B", "llama3_70b_128gpus"),
+    ("70B", "llama3_1_70b_256gpus"),
+    ("70B", "llama3_1_70b_2048gpus"),
+    ("235B-A22B", "qwen3_moe_235b_a22b_512gpus"),
+    ("405B", "llama3_1_405b_512gpus"),
+    ("405B", "llama3_1_405b_2048gpus"),
+)
+# What changes on other machines: the planner's first for each.
+MACHINES = ("a100_40gb", "a100_80gb", "h100_25gbe", "h100_100gbe", "h100", "h200", "b200", "gb200")
+ON_MACHINES: Mapping[str, tuple[str, ...]] = {
+    "8B, 64 GPUs": ("+recipe=llama3_1_8b_128gpus", "world=64", "training.global_batch=128"),
+    "70B, 128 GPUs": ("+recipe=llama3_1_70b_256gpus", "precision=bf16", "world=128", "training.global_batch=256"),
+    "405B, 512 GPUs": ("+recipe=llama3_1_405b_512gpus", "precision=bf16"),
+}
 
 Values = dict[str, Any]
 
@@ -214,6 +244,12 @@ def results(report: Callable[[str], None]) -> Values:
             report(f"{place}, {change}")
             found["changes"].append({"row": place, "change": change, "best": row(changed(arguments, values))})
     found["measured"] = [estimated(*run) for run in MEASURED]
+    report("recipes as they stand, and other machines")
+    found["recipes"] = [as_it_stands(*each) for each in RECIPES]
+    found["machines"] = {
+        case: {cluster: on_machine(arguments, cluster) for cluster in MACHINES}
+        for case, arguments in ON_MACHINES.items()
+    }
     found["command"] = EXAMPLE
     found["example"] = example()
     return found
@@ -239,6 +275,37 @@ def estimated(recipe: str, values: Sequence[str], measured: int) -> Values:
         "measured": measured,
         "tokens_per_second": float(significant(time.tokens_per_second, 3)),
     }
+
+
+def as_it_stands(model: str, name: str) -> Values:
+    """A recipe with its estimates, and the planner's first for its GPUs and batch."""
+    (composed,) = compose([f"+recipe={name}", "cluster=h100"])
+    own = for_planning(composed, stands=True)
+    machine = machine_of(own)
+    time, run = step_time(own, machine, pipeline=simulated_time), estimate_of(own)
+    assert run is not None
+    return {
+        "model": model,
+        "recipe": name,
+        "gpus": own.layout.world,
+        "precision": own.precision.kind,
+        "layout": own.layout.label,
+        "tokens_per_second": float(significant(time.tokens_per_second, 4)),
+        "mfu": round(time.mfu, 3),
+        "reserved_gb": round(run.reserved_bytes / 1e9, 1),
+        "first": first_of(composed),
+    }
+
+
+def first_of(recipe: Recipe) -> Values:
+    """The planner's first for the GPUs and the batch of a recipe; empty: nothing fits."""
+    best = plan(for_planning(recipe), top=1).best
+    return {**_values(best[0]), "mfu": round(best[0].time.mfu, 3)} if best else {}
+
+
+def on_machine(arguments: Sequence[str], cluster: str) -> Values:
+    (recipe,) = compose([*arguments, f"cluster={cluster}"])
+    return first_of(recipe)
 
 
 def example() -> str:

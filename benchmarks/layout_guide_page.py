@@ -43,6 +43,8 @@ def parts(kept: Values) -> dict[str, str]:
     for name, rows in kept["studies"].items():
         found[name] = _summary(rows)
         found[f"{name} in full"] = _in_full(rows)
+    found["recipes"] = _recipes(kept["recipes"])
+    found["machines"] = _machines(kept["machines"])
     found["changes"] = _changes(kept["changes"])
     found["measured"] = _measured(kept["measured"])
     return found
@@ -114,6 +116,48 @@ def _changes(rows: Sequence[Values]) -> str:
         [one["row"] if not one["change"] else "", one["change"] or "as above", *_speeds(one["best"])] for one in rows
     ]
     return _table(f"| row | change | {_HEADS} | take |", lines)
+
+
+def _recipes(rows: Sequence[Values]) -> str:
+    """Recipes as they stand, each with the planner's first for its GPUs and batch."""
+    lines = []
+    for one in rows:
+        first, speed = one["first"], one["tokens_per_second"]
+        gain = first["tokens_per_second"] / speed - 1
+        better = f"{first['layout']}: {grouped(first['tokens_per_second'])}" if gain > WORTH else "as good"
+        lines.append(
+            [
+                one["model"],
+                f"{one['gpus']:,}",
+                one["layout"],
+                one["precision"],
+                f"`titanlab train +recipe={one['recipe']}`",
+                grouped(float(significant(speed * one["gpus"], 3))),
+                grouped(speed),
+                f"{100 * one['mfu']:.0f} %",
+                f"{one['reserved_gb']:.0f}",
+                better,
+            ]
+        )
+    head = "| model | GPUs | layout | precision | command | tokens/s | tok/s/GPU | MFU | GB | the planner's first |"
+    return _table(head, lines)
+
+
+def _machines(cases: Mapping[str, Mapping[str, Values]]) -> str:
+    """The planner's first on each machine."""
+    lines = []
+    for cluster in next(iter(cases.values())):
+        cells = [f"`cluster={cluster}`"]
+        for machines in cases.values():
+            best = machines[cluster]
+            shown = "nothing fits"
+            if best:
+                schedule = f", {best['schedule']}" if best["schedule"] else ""
+                speed = f"{grouped(best['tokens_per_second'])}, {100 * best['mfu']:.0f} %"
+                shown = f"{best['layout']}{schedule}, {best['ac']}: {speed}"
+            cells.append(shown)
+        lines.append(cells)
+    return _table(f"| | {' | '.join(cases)} |", lines)
 
 
 def _measured(rows: Sequence[Values]) -> str:

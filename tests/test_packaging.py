@@ -156,5 +156,6 @@ def test_an_installed_wheel_composes_in_an_empty_folder(wheel, tmp_path):
     assert re.search(r"^seed: 17$", composed, re.MULTILINE)
     assert re.search(r"^launch:$", composed, re.MULTILINE)
     assert str(site) in titanlab_says("train", "--info", "searchpath")
-    assert "6 to submit" in titanlab_says("sweep", "+sweeps=quickstart_layouts", "--dry-run")
+    assert "12 to submit" in titanlab_says("sweep", "+sweeps=quickstart_layouts", "--dry-run")
+    assert re.search(r"^proven: row \d+ of docs/parity.md$", titanlab_says("combinations", "tp", "fsdp"), re.MULTILINE)
     assert list(empty.iterdir()) == []

@@ -42,6 +42,26 @@ def test_rows_are_the_planners(guide, kept, name, number):
     )
 
 
+# The others in `make test-full`.
+@pytest.mark.parametrize("number", [0, 12, *(pytest.param(number, marks=pytest.mark.full) for number in (5, 8, 16))])
+def test_the_first_table_is_the_planners(guide, kept, number):
+    assert len(kept["recipes"]) == len(guide.RECIPES)
+    assert list(guide.differences(kept["recipes"][number], guide.as_it_stands(*guide.RECIPES[number]))) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cluster", ["a100_40gb", "h100_25gbe"])
+def test_other_machines_are_the_planners(guide, kept, cluster):
+    for case, arguments in guide.ON_MACHINES.items():
+        assert list(kept["machines"][case]) == list(guide.MACHINES)
+        assert list(guide.differences(kept["machines"][case][cluster], guide.on_machine(arguments, cluster))) == []
+
+
+def test_every_recipe_of_the_first_table_is_for_its_gpus(kept):
+    for row in kept["recipes"]:
+        assert f"_{row['gpus']}gpus" in row["recipe"]
+
+
 def test_estimates_of_measured_runs_are_the_planners(guide, kept):
     for run, row in zip(guide.MEASURED[1::2], kept["measured"][1::2], strict=True):
         assert guide.estimated(*run) == row

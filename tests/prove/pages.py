@@ -17,11 +17,11 @@ def columns(difference: TraceDifference) -> list[str]:
 
 
 class Table:
-    """The last table of a page, whose lines begin with the cells that name a row; numbers follow."""
+    """The last table of a page: the number of a row, the cells that name it, then what was measured."""
 
     def __init__(self, page: str, rows: list[list[str]]) -> None:
         self._page = DOCS / page
-        self._rows = rows
+        self._rows = [[str(number), *row] for number, row in enumerate(rows, 1)]
         self._measured: dict[int, list[str]] = {}
 
     def add(self, row: int, cells: list[str]) -> None:

@@ -222,6 +222,26 @@ def _plan(add: Add) -> None:
 
 
 @_verb(
+    "combinations",
+    "say what goes with what: titanlab combinations precision=float8_rowwise parallelism=fsdp_cp",
+    usage="titanlab combinations [TECHNIQUE | KEY=VALUE …] [cluster=NAME] [FLAG …]",
+    has_runs=False,
+)
+def _combinations(add: Add) -> str:
+    """Say which techniques go together, which row of the proofs has them, or which rule refuses them.
+
+      titanlab combinations precision=float8_rowwise parallelism=fsdp_cp    do these go together
+      titanlab combinations async_tp                                        what goes with one
+      titanlab combinations                                                 everything with everything
+
+    A small recipe with all of them is composed and held to the rules of `titanlab train`; nothing is trained. The
+    machine is a B200, which has every format; cluster=h100 or cluster=cpu asks for another.
+    """
+    add("--json", **FLAG, help="the answers as JSON")
+    return "Exit codes: 0 works, 1 refused, 2 bad input. Names of techniques and the whole table: docs/combinations.md."
+
+
+@_verb(
     "proofs",
     "prove that recipes train the same: titanlab parity +sweeps=quickstart_layouts",
     usage="titanlab parity [+sweeps=NAME | SWEEP | +recipe=NAME] [KEY=VALUE …] [FLAG …]\n"

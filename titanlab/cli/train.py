@@ -46,6 +46,12 @@ def train_verb(args: Namespace) -> int:
 
             console.phase("checking the recipe and its data" if ranks is None and console.is_live else None)
             (ready,) = prepare([one[1]], console.note)
+            if ranks is not None and ranks.rank == 0 and ranks.world > ranks.local_world:
+                # Imported here: a run on one host does not ask for it.
+                from titanlab.plan import beyond_node
+
+                if ready.recipe.leaves_node(ranks.local_world):
+                    console.note(beyond_node(ready.recipe, ranks.local_world))
             return execute(ready, console).kind.exit_code
     # Imported here, because a single run on this host needs no code for sweeps.
     from titanlab.cli.sweep import run_study

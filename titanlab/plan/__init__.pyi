@@ -22,6 +22,7 @@ from .memory import most_memory as most_memory
 from .memory import reserved_bytes as reserved_bytes
 from .search import MOST as MOST
 from .search import Plan as Plan
+from .search import beyond_node as beyond_node
 from .search import for_planning as for_planning
 from .search import no_collection as no_collection
 from .search import plan as plan

@@ -15,12 +15,13 @@ from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
 from titanlab.plan.machine import Machine, machine_of, memory_error
 from titanlab.plan.memory import added, stored_pieces
+from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.ranking import NEAR, Ranked, RecipeRanking
-from titanlab.plan.space import LayoutSpace, Vary, choices_of
+from titanlab.plan.space import Choices, LayoutSpace, Vary, choices_of
 from titanlab.plan.stages import model_facts
-from titanlab.plan.step_time import StepTime
+from titanlab.plan.step_time import StepTime, step_time
 from titanlab.ranges import declared_fields
-from titanlab.recipe import Recipe, check_addressable, check_processes, resolve
+from titanlab.recipe import Recipe, check_addressable, check_data, check_processes, resolve
 from titanlab.system import counted, grouped, significant
 
 # Share of a device's memory that recipes leave free: for CUDA and NCCL, and for the error of the estimate. Datasheets
@@ -122,6 +123,47 @@ def no_collection() -> Iterator[None]:
 def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Vary) -> RecipeRanking:
     space = LayoutSpace(recipe, per_node=machine.per_node, choices=choices_of(recipe, vary=vary))
     return RecipeRanking(space=space, machine=machine, limit=limit)
+
+
+def beyond_node(recipe: Recipe, per_node: int) -> str:
+    """A line about a resolved recipe that leaves its nodes of this many processes, with the planner's choice instead.
+
+    Degrees and microbatch vary, all else stays: such a search takes a tenth of a second, a whole one takes seconds.
+    """
+    devices = per_node * recipe.cluster.linked_nodes
+    line = (
+        f"parallelism.tensor={recipe.layout.tensor} sends between nodes of {counted(devices, 'device')}, over a network"
+    )
+    if recipe.cluster.accelerator == "cpu":
+        # Estimates of CPUs that nobody has measured are too rough.
+        return line
+    with contextlib.suppress(ConfigError), no_collection():
+        recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, per_node=per_node))
+        machine, every = machine_of(recipe), choices_of(recipe)
+        # The recipe's own options come first.
+        own = Choices(**{field.name: getattr(every, field.name)[:1] for field in dataclasses.fields(every)})
+        space = _LayoutsForData(recipe, per_node=machine.per_node, choices=own)
+        ranking = RecipeRanking(space=space, machine=machine, limit=machine.memory_bytes * (1 - MARGIN))
+        speed = grouped(step_time(recipe, machine, pipeline=simulated_time).tokens_per_second)
+        for best in ranking.best(1):
+            keys = [word for word in overrides(best, recipe) if not word.startswith(("ac", "schedule"))]
+            better = f"{best.recipe.layout.label}, with {grouped(best.time.tokens_per_second)}: {' '.join(keys)}"
+            line += f": an estimated {speed} tokens/s a device; the planner would take {better}"
+    return line
+
+
+class _LayoutsForData(LayoutSpace):
+    """The layouts among whose data-parallel processes the recipe's data can be divided."""
+
+    def layouts(self) -> list[Layout]:
+        found = super().layouts()
+        allowed = set()
+        for layout in {layout.data: layout for layout in found}.values():
+            with contextlib.suppress(ConfigError):
+                parallelism = self.recipe.parallelism.with_degrees(layout.degrees())
+                check_data(dataclasses.replace(self.recipe, parallelism=parallelism))
+                allowed.add(layout.data)
+        return [layout for layout in found if layout.data in allowed]
 
 
 def _check_precisions(space: LayoutSpace) -> None:

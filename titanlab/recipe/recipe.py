@@ -145,6 +145,11 @@ class Recipe:
         elements = (account.parameter_count - experts) / layout.tensor + experts / max(layout.tensor, layout.expert)
         return elements * formats.reduce_bytes > MOST_WHOLE_GRADIENTS
 
+    def leaves_node(self, per_node: int | None) -> bool:
+        """Whether tensor parallelism of a resolved recipe sends between nodes, each with this many of its processes."""
+        devices = (per_node or 0) * self.cluster.linked_nodes
+        return 0 < devices < self.layout.world and devices % self.layout.tensor > 0
+
     @property
     def tokens_per_step(self) -> int:
         return self.training.global_batch * self.training.seq_len

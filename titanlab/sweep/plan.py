@@ -20,7 +20,7 @@ from titanlab.data import source
 from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
 from titanlab.launch import shape_of
-from titanlab.plan import MEMORY_ERROR
+from titanlab.plan import MEMORY_ERROR, beyond_node
 from titanlab.recipe import Loader, Recipe, check_data, find_key, shortened_warmup
 from titanlab.records import Identity, check_runs, identify
 from titanlab.sweep.composer import Composer
@@ -127,7 +127,13 @@ def plan_study(
             named = dataclasses.replace(recipe, sweep=study.name, name=f"{CONTROL}-{number}", repeat=point.repeat)
             runs.append(PlannedRun(point=point, recipe=named, identity=checks.identify(named)))
         study = dataclasses.replace(study, planned=(*study.planned, *runs))
-    return dataclasses.replace(study, notices=(*request.notices, *checks.notices))
+    notices = [*request.notices, *checks.notices]
+    submitted = [each.recipe for each in study.planned if not each.recipe.launch.runs_here]
+    apart = [recipe for recipe in submitted if recipe.leaves_node(recipe.cluster.per_node)]
+    for first in apart[:1]:
+        whose = "" if len(apart) == 1 else f"{first.name}, the first of {len(apart)} such runs: "
+        notices.append(whose + beyond_node(first, first.cluster.per_node or 1))
+    return dataclasses.replace(study, notices=tuple(notices))
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
