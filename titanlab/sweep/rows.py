@@ -386,7 +386,19 @@ _MOST_RECIPES = 80
 _TOO_MANY = f"not kept when it was submitted; of older sweeps only {_MOST_RECIPES} recipes are estimated"
 _OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
 # Parts of a recipe that do not change the estimate.
-_IRRELEVANT = ("name", "sweep", "repeat", "seed", "runs", "tracker", "launch", "checkpoint", "profiler", "init_from")
+_IRRELEVANT = (
+    "name",
+    "sweep",
+    "repeat",
+    "seed",
+    "runs",
+    "tracker",
+    "launch",
+    "checkpoint",
+    "profiler",
+    "init_from",
+    "init_from_exclude",
+)
 
 
 def estimated(recipe: Recipe) -> Estimate | str:
