@@ -94,6 +94,8 @@ class Recipe:
     launch: LaunchSettings = field(default=MISSING, metadata=NEITHER)
 
     def __post_init__(self) -> None:
+        # OmegaConf gives a list of its own.
+        object.__setattr__(self, "init_from_exclude", tuple(self.init_from_exclude))
         if self.init_from not in (None, MISSING) and is_address(self.init_from):
             check_address("init_from", self.init_from)
 
