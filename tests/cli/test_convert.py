@@ -182,6 +182,8 @@ def test_keys_of_older_versions(tmp_path, capsys):
         ("[parallelism]\ntensor_parallel_degree = 3", ("--world", "8"), ("world=8",)),
         ("[training]\nglobal_batch_size = 9", ("--world", "2"), ("training.global_batch=9",)),
         ("[activation_checkpoint]\nmode = 'some'", ("--world", "1"), ("ac=some",)),
+        ("[parallelism]\ntensor_parallel_degree = 0", ("--world", "8"), ("tensor_parallel_degree=0",)),
+        ("[training]\nlocal_batch_size = -1", ("--world", "8"), ("local_batch_size=-1",)),
         ("", ("--into", "x.yaml"), ("--into=", "recipe/x.yaml")),
     ],
 )

@@ -39,8 +39,8 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 _C4_TEST = "tests/assets/c4_test"
 # Numbers of streams of the options of C4, each a multiple of many numbers of processes.
 _STREAMS = (24, 128, 96, 768)
-# A GPU for the check of the recipe, which need not be this host's.
-_DEVICE = "NVIDIA H100 80GB HBM3"
+# GPUs for the check of the recipe, which need not be this host's: the first, unless its products need the second.
+_DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA B200")
 
 
 @dataclass(kw_only=True)
@@ -78,7 +78,8 @@ def convert_verb(args: Namespace) -> int:
     theirs = read_job_config(path)
     made = convert(theirs, name=safe_name(path.stem), world=args.world, model=args.model)
     (recipe,) = compose(made.overrides)
-    check_all_but_data(resolve(recipe, world=None, accelerator="cuda", device=_DEVICE))
+    device = _DEVICES[recipe.precision.kind == "mxfp8"]
+    check_all_but_data(resolve(recipe, world=None, accelerator="cuda", device=device))
     with Console() as console:
         if args.into is None:
             console.note(" \\\n  ".join(["titanlab train", *map(shlex.quote, made.overrides)]))
@@ -129,6 +130,9 @@ def read_job_config(path: Path) -> dict[str, Any]:
         if default is not None and type(value) is not type(default):
             kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
             raise ConfigError(written, value, f"must be {kind[type(default)]}", f"torchtitan's default is {default}")
+        # torchtitan writes -1 for what follows from other values.
+        if key.endswith(("_degree", "batch_size")) and value < 1 and value != default:
+            raise ConfigError(written, value, "must be at least 1", f"torchtitan's default is {default}")
         found[key] = value
     if found.pop("float8.enable_float8_linear", False):
         found |= {"model.converters": ["float8"], "quantize.linear.float8.filter_fqns": ["output"]}
