@@ -136,7 +136,7 @@ WITHOUT_COUNTERPART = {
     "checkpoint.initial_load_model_only": "optimizer states of torchtitan cannot be read",
     "checkpoint.initial_load_in_hf_quantized": "quantized weights cannot be read",
     "checkpoint.last_save_in_hf": "after the run, `titanlab export RUN --into FOLDER`",
-    "checkpoint.load_step": "`titanlab train --from RUN/checkpoints/step-400` starts from a step",
+    "checkpoint.load_step": "`titanlab train --from RUN`, or one of its checkpoints",
     "checkpoint.exclude_from_loading": "init_from reads weights only; init_from_exclude leaves some of them out",
     "checkpoint.enable_first_step_checkpoint": "`titanlab doctor` checks the disk",
     "checkpoint.create_seed_checkpoint": "initial values never depend on the layout",
