@@ -46,7 +46,6 @@ def write_all(folder: Path) -> None:
     # A folder of groups of the reader's own, with a recipe that begins as one of titanlab's.
     (folder / "groups" / "recipe").mkdir(parents=True)
     shutil.copy(ROOT / "conf" / "recipe" / "quickstart.yaml", folder / "groups" / "recipe")
-    shutil.copy(ROOT / "tests" / "cli" / "torchtitan" / "llama3_8b.toml", folder)
     write_corpus(folder / "corpus")
     write_shards(folder / "my" / "tokens")
     hf.folder(folder / "given" / "small-hf", DEBUG)
