@@ -2,8 +2,10 @@
 
 import functools
 import json
+import pickle
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from titanlab.costs import Layout
 from titanlab.distributed import build_mesh, topology, traced, traffic
 from titanlab.distributed.traffic import last_collectives
 from titanlab.parallelism.collectives import all_gather_single, reduce_scatter_single
-from titanlab.records import Collective
+from titanlab.records import CodeLine, Collective
 
 # Torch names them otherwise from version to version: our rows must not.
 EVERY = {
@@ -207,6 +209,36 @@ def test_collectives_of_gloo_and_of_nccl(dumps):
     ]
     last = Collective("1", 2, "all_reduce", ((8,),), ("Float",), is_message=False, is_done=False, created=1.000000002)
     assert last_collectives()[-1] == last
+
+
+def recorded():
+    """Two collectives, the second on the line after the first; then the lines that the recorder has of them."""
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(2))
+    dist.broadcast(torch.ones(2), 0)
+    quick = [each.source for each in last_collectives()]
+    return [(each.operation, each.source) for each in last_collectives(with_lines=True)][-2:], set(quick)
+
+
+def test_each_collective_has_the_line_that_called_it(pool):
+    (first, second), quick = pool.run(2, recorded)[1]
+    line = recorded.__code__.co_firstlineno + 3
+    assert first == ("all_reduce", CodeLine(__file__, line, "recorded"))
+    assert second == ("broadcast", CodeLine(__file__, line + 1, "recorded"))
+    assert quick == {None}
+
+
+def test_times_of_the_device_and_a_dump_that_names_a_class(dumps, monkeypatch):
+    times = {"time_discovered_started_ns": 3_000_000_000, "time_discovered_completed_ns": 5_000_000_000}
+    dumps([entry(1, **times), entry(2, time_discovered_started_ns=None)])
+    frames = [{"filename": "/x/torch/distributed/c10d.py", "line": 3, "name": "all_reduce"}]
+    frames.append({"filename": "/home/me/loss.py", "line": 12, "name": "mean"})
+    content = {"entries": [entry(1, process_group=("1", "mesh_shard"), frames=frames)]}
+    monkeypatch.setattr(traffic, "_DUMPS_WITH_LINES", (lambda: pickle.dumps(content), lambda: pickle.dumps(Path)))
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    first, second = last_collectives(with_lines=True)
+    assert (first.started, first.ended, second.started) == (3.0, 5.0, 0.0)
+    assert (first.source, second.source) == (CodeLine("/home/me/loss.py", 12, "mean"), None)
 
 
 def test_a_recorder_in_two_dumps_is_counted_once_and_the_last_are_kept(dumps):

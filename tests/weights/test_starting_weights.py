@@ -17,7 +17,7 @@ from tests.refusals import refusal
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
 from titanlab.techniques.model.llama_schema import Llama, Mixtral
-from titanlab.train import check_beginning, start_fingerprint
+from titanlab.train import check_beginning, not_read, start_fingerprint
 from titanlab.train import starting_weights as module
 from titanlab.train.starting_weights import fill_start
 
@@ -135,3 +135,71 @@ def test_an_older_field_of_the_model_may_be_absent_in_the_run_s_config(run):
     kept = [line for line in text.splitlines(keepends=True) if not line.startswith("  attention:")]
     (begun.path / "config.yaml").write_text("".join(kept))
     check_beginning(replace(recipe, init_from=str(begun.path)))
+
+
+@pytest.fixture
+def both(run, tmp_path):
+    """Recipes that start with a run and with a folder of Hugging Face's."""
+    recipe, begun = run
+    return [replace(recipe, init_from=str(begun.path)), theirs(tmp_path / "theirs")[0]]
+
+
+def test_what_is_left_out_keeps_its_initial_value(both):
+    patterns = ("output", "layers.1", "attention.w[kv]")
+    left_out = ("output.weight", "layers.1.", ".attention.wk.", ".attention.wv.")
+    for recipe in both:
+        model, initial = saved.module(recipe.model, seed=1), saved.module(recipe.model, seed=1)
+        check_beginning(replace(recipe, init_from_exclude=patterns))
+        fill_start(replace(recipe, init_from_exclude=patterns), model)
+        begun = saved.module(recipe.model, seed=1)
+        fill_start(recipe, begun)
+        for name, parameter in model.named_parameters():
+            source = initial if any(part in name for part in left_out) else begun
+            assert parameter.equal(source.get_parameter(name)), name
+            assert not begun.get_parameter(name).equal(initial.get_parameter(name)) or "norm" in name
+
+
+def test_a_line_names_what_is_left_out(both):
+    for recipe in both:
+        (line,) = not_read(replace(recipe, init_from_exclude=("output", "norm")))
+        assert line == f"not read from {recipe.init_from}, but made by the seed: norm.weight, output.weight"
+        assert "3 more" not in line
+        assert " more" in not_read(replace(recipe, init_from_exclude=("layers.*",)))[0]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (("output", "ouptut"), "ouptut fits no parameter; did you mean output?"),
+        (("layers.7",), "layers.7 fits no parameter; "),
+        (("",), "an empty text fits no parameter; "),
+        (("*",), "leaves all weights out; leave init_from out instead"),
+    ],
+)
+def test_a_pattern_that_fits_nothing_or_all_is_refused(both, patterns, said):
+    for recipe in both:
+        assert said in refusal(check_beginning, replace(recipe, init_from_exclude=patterns))
+    alone = replace(both[0], init_from=None, init_from_exclude=patterns)
+    assert "leaves weights of init_from out, which is not given" in refusal(check_beginning, alone)
+
+
+def test_another_vocabulary_needs_embedding_and_head_left_out(both):
+    for recipe in both:
+        larger = replace(recipe, model=replace(recipe.model, vocab_size=320))
+        other = "of another model"
+        assert other in refusal(check_beginning, larger)
+        assert other in refusal(check_beginning, replace(larger, init_from_exclude=("output",)))
+        chosen = replace(larger, init_from_exclude=("output", "tok_embeddings"))
+        check_beginning(chosen)
+        model = saved.module(larger.model, seed=1)
+        fill_start(chosen, model)
+        norms = replace(chosen, model=replace(larger.model, norm_eps=1e-3))
+        assert "norm_eps" in refusal(check_beginning, norms)
+
+
+def test_a_router_that_is_left_out_begins_without_a_bias(tmp_path):
+    recipe, begun = saved.run_of(tmp_path / "runs", model=BIASED)
+    saved.save(begun, BIASED, routing=BIASES)
+    chosen = replace(recipe, init_from=str(begun.path), init_from_exclude=("layers.0.feed_forward.router",))
+    given = fill_start(chosen, saved.module(BIASED, seed=1))
+    assert given == {"layers.0": [0.0] * 4, "layers.1": BIASES["layers.1"]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,15 +220,19 @@ def check_checkpoint(
     key: str,
     *,
     read: Callable[[Place, str], Readable] = read_contents,
+    without: Collection[str] = (),
 ) -> SavedPosition:
     """Check that a checkpoint fits a model, and that its entries can be read, before any rank starts.
+
+    Args:
+        without: names of parameters that will not be read.
 
     Returns:
         its position.json.
     """
     saved = read(checkpoint, key).saved
-    saved_shapes = dict(saved.parameters)
-    declared = {name: list(shape) for name, shape in parameters.items()}
+    saved_shapes = {name: shape for name, shape in saved.parameters.items() if name not in without}
+    declared = {name: list(shape) for name, shape in parameters.items() if name not in without}
     if saved_shapes == declared:
         return saved
     name = next(name for name in [*declared, *saved_shapes] if saved_shapes.get(name) != declared.get(name))

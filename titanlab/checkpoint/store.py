@@ -19,7 +19,7 @@ import json
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -384,11 +384,17 @@ def load(
 
 
 def load_model(
-    folder: Place, key: str, model: nn.Module, *, read: Callable[[Place, str], Readable] = read_contents
+    folder: Place,
+    key: str,
+    model: nn.Module,
+    *,
+    read: Callable[[Place, str], Readable] = read_contents,
+    without: Collection[str] = (),
 ) -> None:
-    state = {"model": model.state_dict()}
+    """Fill a model; parameters named in `without` keep their values."""
+    state = {"model": {name: value for name, value in model.state_dict().items() if name not in without}}
     load_state(state, read(folder, key).reader(folder, key))
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state["model"], strict=not without)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

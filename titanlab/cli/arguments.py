@@ -490,6 +490,16 @@ def _import(add: Add) -> None:
     add("--force", **FLAG, help="replace weights that are there")
 
 
+@_verb("convert", "a job config of torchtitan as a command line or a recipe", has_runs=False)
+def _convert(add: Add) -> None:
+    """Write a job config of torchtitan as a command line or a recipe, and name what has no counterpart."""
+    add("file", type=user_path, help="FILE.toml")
+    add("--world", type=int, metavar="N", help="number of processes, which torchrun says there")
+    add("--model", metavar="OPTION", help="titanlab's model, in place of the file's model.name and model.flavor")
+    add("--into", type=user_path, metavar="FILE", help="write a recipe, FOLDER/recipe/NAME.yaml, for +recipe=NAME")
+    add("--force", **FLAG, help="replace a recipe that is there")
+
+
 @_verb("weights", "write a run's weights as a folder that transformers opens")
 def _export(add: Add) -> None:
     """Write a run's weights, or an imported folder's, for transformers or for init_from."""

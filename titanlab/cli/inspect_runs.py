@@ -253,7 +253,7 @@ def diagnose_verb(args: Namespace) -> int:
     return 0
 
 
-_RANK_HEADINGS = ("rank", "state", "phase", "last collective", "waits for")
+_RANK_HEADINGS = ("rank", "state", "phase", "last collective", "waits for", "called in")
 _STACK_LINES = 8
 
 
@@ -263,9 +263,14 @@ def _rank_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     places: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row in rows:
         last = "" if row["last"] is None else f"{row['last']}: {'done' if row['is_done'] else 'pending'}"
-        cells.append([str(row["rank"]), row["state"], row["phase"] or "", last, ", ".join(map(str, row["waits_for"]))])
+        if row["seconds"] is not None:
+            last += f" {'in' if row['is_done'] else 'for'} {row['seconds']:.3g} s"
+        waits_for = ", ".join(map(str, row["waits_for"]))
+        cells.append([str(row["rank"]), row["state"], row["phase"] or "", last, waits_for, row["called_in"] or ""])
         places[tuple(row["stack"][:_STACK_LINES])].append(row["rank"])
-    lines = aligned(_RANK_HEADINGS, cells)
+    # No line is known where torch's recorder was not asked, or did not answer in time.
+    count = len(_RANK_HEADINGS) - (not any(row["called_in"] for row in rows))
+    lines = aligned(_RANK_HEADINGS[:count], [row[:count] for row in cells])
     for stack, ranks in places.items():
         if stack:
             lines += ["", f"{named(ranks)}, innermost call first:", *(f"  {place}" for place in stack)]

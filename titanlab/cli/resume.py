@@ -57,7 +57,7 @@ CHANGEABLE = (
 
 
 # Keys that --from sets; the user must not.
-_FIXED = ("checkpoint.load_from", "init_from", "runs")
+_FIXED = ("checkpoint.load_from", "init_from", "init_from_exclude", "runs")
 
 
 def resume_verb(args: Namespace) -> int:
@@ -136,7 +136,7 @@ def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) ->
             raise ConfigError(key, value, f"follows from {FROM}", "leave it out")
     # A real path: it is part of the new run's identity, and must be the same at the next start.
     start = {"load_from": str(checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint)}
-    begun = {**config, "init_from": None, "checkpoint": {**config["checkpoint"], **start}}
+    begun = {**config, "init_from": None, "init_from_exclude": [], "checkpoint": {**config["checkpoint"], **start}}
     before = from_mapping(config)
     recipe = next_recipe(begun, overrides, None, file=parent.path / "config.yaml")
     recipe, line = adapted(recipe, before, overrides)

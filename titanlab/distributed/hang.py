@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -172,7 +172,7 @@ class Watchdog:
         self._step_seconds, self._first_seconds = step_seconds, first_seconds
         self._note, self._rank, self._attempt = note, rank, attempt
         self._times, self._stepped = StepTimes(), False
-        self._place: Callable[[], Mapping[str, Any]] = dict
+        self._place: Callable[..., Mapping[str, Any]] = dict
         self._phase = _Phase("the start", 0, time.monotonic(), first_seconds)
         self._closed = threading.Event()
         limits = [limit for limit in (step_seconds, first_seconds) if limit]
@@ -181,7 +181,7 @@ class Watchdog:
         if limits or step_seconds is None:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def learn(self, place: Callable[[], Mapping[str, Any]]) -> None:
+    def learn(self, place: Callable[..., Mapping[str, Any]]) -> None:
         """Take the function that gives the fields of this rank's record that torch knows; see `topology`."""
         self._place = place
 
@@ -280,9 +280,13 @@ class Watchdog:
         record = None
         with contextlib.suppress(Exception):
             record = self._record(frames, state, phase, limit=limit)
+        noted = time.monotonic()
         with contextlib.suppress(Exception):
             self._note(outcome, record)
-        time.sleep(LINGER_SECONDS)
+            if record is not None:
+                # torch may take seconds to look up the lines of thousands of collectives; the record is written before.
+                self._note(outcome, replace(record, collectives=self._place(with_lines=True)["collectives"]))
+        time.sleep(max(noted + LINGER_SECONDS - time.monotonic(), 0.0))
         os._exit(OutcomeKind.HANG.exit_code)
 
     def _record(self, frames: Sequence[_Frame], state: RankState, phase: _Phase, *, limit: float | None) -> HangRecord:
@@ -293,10 +297,7 @@ class Watchdog:
                 activity = activity or "data"
             elif own.startswith("checkpoint/"):
                 activity = activity or "checkpoint"
-            lines.append(replace(line, file=f"titanlab/{own}") if own else line)
-        ours_or_users = (
-            line for line in lines if not _is_standard(line.file) and f"{os.sep}torch{os.sep}" not in line.file
-        )
+            lines.append(_without_folder(line))
         known = {"groups": {}, "messages": None, "collectives": (), **self._place()}
         return HangRecord(
             rank=self._rank,
@@ -307,7 +308,7 @@ class Watchdog:
             seconds=time.monotonic() - phase.begin,
             limit=limit,
             activity=activity,
-            source=next(ours_or_users, None),
+            source=innermost_own(lines),
             stack=tuple(lines[:_FRAMES]),
             **known,
         )
@@ -318,6 +319,18 @@ _Frame = tuple[FrameType, int]
 
 def _code_lines(frames: Sequence[_Frame]) -> list[CodeLine]:
     return [CodeLine(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
+
+
+def _without_folder(line: CodeLine) -> CodeLine:
+    is_own = line.file.startswith(_PACKAGE)
+    return replace(line, file=f"titanlab/{line.file.removeprefix(_PACKAGE)}") if is_own else line
+
+
+def innermost_own(lines: Iterable[CodeLine]) -> CodeLine | None:
+    """The innermost line of titanlab or of the user, of lines with the innermost first."""
+    torch = f"{os.sep}torch{os.sep}"
+    own = (line for line in lines if not _is_standard(line.file) and torch not in line.file)
+    return next(map(_without_folder, own), None)
 
 
 def main_thread_is_busy() -> bool:

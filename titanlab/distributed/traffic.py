@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import operator
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._C._distributed_c10d as c10d
@@ -26,9 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlab.costs import Traffic
+from titanlab.distributed.hang import innermost_own
 from titanlab.distributed.mesh import EXPERT_AXES, Mesh
 from titanlab.distributed.world import BESIDE
-from titanlab.records import Collective, GroupRecord, Messages
+from titanlab.records import CodeLine, Collective, GroupRecord, Messages
 
 
 def axis_groups(mesh: Mesh) -> dict[str, str]:
@@ -182,10 +185,18 @@ _DUMPS: tuple[Callable[[], bytes] | None, ...] = (
     getattr(c10d, "_dump_fr_trace_json", None),
     getattr(c10d, "_dump_nccl_trace_json", None),
 )
+# The dumps that have the lines of code; torch may take seconds to look the lines up.
+_DUMPS_WITH_LINES: tuple[Callable[[], bytes] | None, ...] = (
+    getattr(c10d, "_dump_fr_trace", None),
+    getattr(c10d, "_dump_nccl_trace", None),
+)
+_LINES_SECONDS = 4.0
 
 
-def topology(mesh: Mesh, messages: Callable[[], Messages | None] = lambda: None) -> Callable[[], Mapping[str, Any]]:
+def topology(mesh: Mesh, messages: Callable[[], Messages | None] = lambda: None) -> Callable[..., Mapping[str, Any]]:
     """A function that gives what `HangRecord` holds of this rank's place in a mesh and of its communication.
+
+    With `with_lines=True` collectives have their lines of code, which may take seconds.
 
     Args:
         messages: returns the state of the pipeline's sends and receives; None without a pipeline.
@@ -202,10 +213,51 @@ def topology(mesh: Mesh, messages: Callable[[], Messages | None] = lambda: None)
         },
         "coordinates": {axis: mesh.coordinate(axis) for axis, degree in mesh.layout.degrees().items() if degree > 1},
     }
-    return lambda: {**place, "messages": messages(), "collectives": tuple(last_collectives())}
+    return lambda with_lines=False: {
+        **place,
+        "messages": messages(),
+        "collectives": tuple(last_collectives(with_lines=with_lines)),
+    }
 
 
-def last_collectives(kept: int = KEPT) -> list[Collective]:
+class _PlainValues(pickle.Unpickler):
+    """Reads a pickle of texts, numbers, lists and mappings; anything else is an error, and nothing is imported."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"a dump of torch's recorder names {module}.{name}")
+
+
+def _entries(dump: Callable[[], bytes], read: Callable[[bytes], Any], seconds: float) -> list[dict[str, Any]]:
+    """The entries of a dump; empty if torch does not answer in time."""
+    entries: list[dict[str, Any]] = []
+    # In a thread, because the thread that hangs may hold the recorder's lock.
+    thread = threading.Thread(
+        target=lambda: entries.extend(read(dump()).get("entries", [])), name="flight-recorder", daemon=True
+    )
+    thread.start()
+    thread.join(seconds)
+    return entries
+
+
+def _lines() -> dict[tuple[Any, ...], CodeLine]:
+    """The line of code of each collective, by group, kind and number."""
+    lines = {}
+    for dump in filter(None, _DUMPS_WITH_LINES):
+        for entry in _entries(dump, lambda content: _PlainValues(io.BytesIO(content)).load(), _LINES_SECONDS):
+            frames = [CodeLine(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or []]
+            if (line := innermost_own(frames)) is not None:
+                lines[_number(entry)] = line
+    return lines
+
+
+def _number(entry: Mapping[str, Any]) -> tuple[str, bool, int]:
+    """Group, whether it is a message, and the sequence number."""
+    is_message = bool(entry.get("is_p2p"))
+    group, *_ = entry.get("process_group") or [""]
+    return str(group), is_message, entry.get("p2p_seq_id" if is_message else "collective_seq_id", 0)
+
+
+def last_collectives(kept: int = KEPT, *, with_lines: bool = False) -> list[Collective]:
     """The last collectives that this process has called, oldest first; empty if the recorder is off.
 
     torch keeps the last TORCH_FR_BUFFER_SIZE collectives in a ring in memory. With gloo torch 2.13 records no sends and
@@ -213,24 +265,15 @@ def last_collectives(kept: int = KEPT) -> list[Collective]:
     not wait for them.
     """
     calls: dict[tuple[Any, ...], Collective] = {}
+    lines = _lines() if with_lines else {}
     for dump in filter(None, _DUMPS):
-        entries: list[dict[str, Any]] = []
-
-        def read(dump: Callable[[], bytes] = dump, entries: list[dict[str, Any]] = entries) -> None:
-            entries.extend(json.loads(dump()).get("entries", []))
-
-        # In a thread, because the thread that hangs may hold the recorder's lock.
-        thread = threading.Thread(target=read, name="flight-recorder", daemon=True)
-        thread.start()
-        thread.join(_DUMP_SECONDS)
-        for entry in entries:
-            group, *descriptions = entry.get("process_group") or [""]
-            if BESIDE in descriptions:
+        for entry in _entries(dump, json.loads, _DUMP_SECONDS):
+            if BESIDE in (entry.get("process_group") or [])[1:]:
                 continue
-            is_message = bool(entry.get("is_p2p"))
+            group, is_message, sequence = number = _number(entry)
             call = Collective(
-                group=str(group),
-                sequence=entry.get("p2p_seq_id" if is_message else "collective_seq_id", 0),
+                group=group,
+                sequence=sequence,
                 operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
                 sizes=tuple(map(tuple, entry.get("input_sizes", []))),
                 dtypes=tuple(entry.get("input_dtypes", [])),
@@ -238,6 +281,9 @@ def last_collectives(kept: int = KEPT) -> list[Collective]:
                 # With gloo the state stays `scheduled`, and a complete collective is retired.
                 is_done=bool(entry.get("retired")) or entry.get("state") == "completed",
                 created=entry.get("time_created_ns", 0) / 1e9,
+                started=(entry.get("time_discovered_started_ns") or 0) / 1e9,
+                ended=(entry.get("time_discovered_completed_ns") or 0) / 1e9,
+                source=lines.get(number),
             )
             # Both dumps may hold the same recorder's collectives.
             calls[call.group, call.is_message, call.sequence, call.created] = call

@@ -334,6 +334,7 @@ def _reduce(case: Folded, sizes: Sizes, *, steps: int, runs: str, inductor: bool
         repeat=0,
         world=layout.world,
         init_from=None,
+        init_from_exclude=(),
         training=training,
         model=model,
         parallelism=parallelism.with_degrees(layout.degrees()),

@@ -27,6 +27,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from titanlab.errors import ConfigError
 from titanlab.options import PLUS, Option, combining_groups, discover
+from titanlab.recipe import torchtitan
 from titanlab.recipe.recipe import Recipe
 
 
@@ -49,62 +50,6 @@ class SweepSpace:
 
 
 _SPACE = tuple(f"hydra.sweeper.{field.name}" for field in dataclasses.fields(SweepSpace))
-# Keys of torchtitan for which similarity finds no key or a wrong one → titanlab's setting for the same.
-_TORCHTITAN = {
-    "training.local_batch_size": "training.microbatch (a step's sequences: training.global_batch)",
-    "training.batch_size": "training.microbatch (a step's sequences: training.global_batch)",
-    "training.dataset": "the group data, such as data=c4",
-    "training.dataset_path": "data.path (data=hf) or data.files (data=files)",
-    "training.compile": "compile=block",
-    "training.mixed_precision_param": "the group precision, such as precision=bf16",
-    "training.mixed_precision_reduce": "precision.reduce",
-    "training.enable_cpu_offload": "parallelism.cpu_offload",
-    "training.gc_freq": "training.gc_every",
-    "training.seed": "seed",
-    "debug.seed": "seed",
-    "job.dump_folder": "runs",
-    "lr_scheduler.lr_min": "optimizer.schedule.floor",
-    "lr_scheduler.min_lr_factor": "optimizer.schedule.floor",
-    "optimizer.name": "the group optimizer, such as optimizer=adamw",
-    "parallelism.data_parallel_replicate_degree": "parallelism.replicate",
-    "parallelism.data_parallel_shard_degree": "parallelism.shard",
-    "parallelism.tensor_parallel_degree": "parallelism.tensor",
-    "parallelism.pipeline_parallel_degree": "parallelism.pipeline",
-    "parallelism.context_parallel_degree": "parallelism.context",
-    "parallelism.expert_parallel_degree": "parallelism.expert",
-    "parallelism.pipeline_parallel_microbatch_size": "training.microbatch",
-    "parallelism.pipeline_parallel_schedule": "the group schedule, such as schedule=interleaved_1f1b",
-    "parallelism.pipeline_parallel_schedule_csv": "schedule=csv schedule.file=…",
-    "parallelism.pipeline_parallel_split_points": "parallelism.split",
-    "parallelism.pipeline_parallel_layers_per_stage": "parallelism.split",
-    "checkpoint.enable": "checkpoint=sync or checkpoint=off",
-    "checkpoint.enable_checkpoint": "checkpoint=sync or checkpoint=off",
-    "checkpoint.interval": "checkpoint.every",
-    "checkpoint.async_mode": "checkpoint=async or checkpoint=async_pinned",
-    "checkpoint.keep_latest_k": "checkpoint.keep",
-    "checkpoint.initial_load_path": "init_from (weights) or checkpoint.load_from (all of a checkpoint)",
-    "checkpoint.last_save_model_only": "checkpoint.last",
-    "activation_checkpoint.mode": "the group ac, such as ac=full or ac=selective_op",
-    "activation_checkpoint.selective_ac_option": "ac=selective_op, or ac=selective_layer ac.every=…",
-    "activation_checkpoint.memory_budget": "ac=memory_budget ac.budget=…",
-    "compile.enable": "compile=block",
-    "compile.components": "compile.blocks and compile.loss",
-    "float8.recipe_name": "the group precision, such as precision=float8_rowwise",
-    "float8.enable_fsdp_float8_all_gather": "precision=float8_tensorwise precision.all_gather=…",
-    "validation.freq": "training.validate_every",
-    "validation.steps": "training.validation_sequences",
-    "metrics.log_freq": "training.log_every",
-    "metrics.enable_wandb": "tracker=wandb",
-    "metrics.enable_tensorboard": "tracker=tensorboard",
-    "profiling.enable_profiling": "profiler=trace",
-    "profiling.profile_freq": "profiler.every",
-    "profiling.enable_memory_snapshot": "profiler=memory",
-    "model.flavor": "the group model, such as model=llama3_8b",
-    "model.tokenizer_path": "data.tokenizer",
-    "model.hf_assets_path": "data.tokenizer",
-    "comm.init_timeout_seconds": "training.first_step_timeout_seconds",
-    "comm.train_timeout_seconds": "training.step_timeout_seconds",
-}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -161,8 +106,10 @@ def find_key(name: str, schema: type | None = None, *, kind: str | None = None) 
 
 def advice(name: str) -> str:
     """The advice for a key that the recipe does not have."""
-    if name in _TORCHTITAN:
-        return f"torchtitan's {name} is {_TORCHTITAN[name]} here"
+    if theirs := torchtitan.current_name(name):
+        if theirs in torchtitan.KEYS:
+            return f"torchtitan's {name} is {torchtitan.KEYS[theirs].ours} here"
+        return f"torchtitan's {name} has no counterpart: {torchtitan.reason_without(theirs)}"
     keys = known_keys()
     if (part := _in_combination(name)) is not None:
         group, kind, inner = part

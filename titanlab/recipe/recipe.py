@@ -56,7 +56,7 @@ _NOT_IN_NOTES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 @ranged("")
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Root of a configuration; each field after `init_from` is a config group.
+    """Root of a configuration; each field after `init_from_exclude` is a config group.
 
     Attributes:
         name: label of the run, in its folder's name.
@@ -68,6 +68,8 @@ class Recipe:
         world: number of processes; null: the product of the degrees.
         init_from: source of a new run's starting weights: a folder that `titanlab import` made, a Hugging Face
             folder, or a run; null: the seed makes them. Only the weights are read from there.
+        init_from_exclude: parameters that are not read from there and keep the values that the seed makes, by steps of
+            their paths, such as `output`, `layers.0` or `attention.w*`.
     """
 
     name: str = field(default="run", metadata=NEITHER)
@@ -80,6 +82,7 @@ class Recipe:
     world: int | None = None
     # The identity has the fingerprint of the weights, not their path.
     init_from: str | None = field(default=None, metadata=NEITHER)
+    init_from_exclude: tuple[str, ...] = field(default=(), metadata={"before": (), **OUTSIDE_STEP})
     training: Training = MISSING
     model: ModelConfig = MISSING
     parallelism: Parallelism = MISSING
@@ -96,6 +99,8 @@ class Recipe:
     launch: LaunchSettings = field(default=MISSING, metadata=NEITHER)
 
     def __post_init__(self) -> None:
+        # OmegaConf gives a list of its own.
+        object.__setattr__(self, "init_from_exclude", tuple(self.init_from_exclude))
         if self.init_from not in (None, MISSING) and is_address(self.init_from):
             check_address("init_from", self.init_from)
         if self.notes and len(self.notes) > MOST_NOTES:

@@ -50,7 +50,11 @@ class Collective:
     dtypes: tuple[str, ...]  # in torch's words
     is_message: bool
     is_done: bool
-    created: float = 0.0  # seconds since the epoch
+    # Seconds since the epoch: when it was called, when the device began and ended it. 0: not known, as with gloo.
+    created: float = 0.0
+    started: float = 0.0
+    ended: float = 0.0
+    source: CodeLine | None = None  # the innermost line of titanlab or of the user that called it
 
 
 @dataclass(frozen=True)
@@ -499,7 +503,9 @@ def rank_rows(
             "rank": rank,
             "is_named": rank in diagnosis.ranks,
             "state": others.get(rank, "no record"),
-            **dict.fromkeys(("phase", "step", "last", "is_done", "sequence")),
+            **dict.fromkeys(("phase", "step", "last", "is_done", "sequence", "created", "started", "ended")),
+            "called_in": None,
+            "seconds": None,  # how long the last collective took, or has been pending
             "waits_for": sorted(wait.on),
             "place": None,
             "stack": [],
@@ -511,7 +517,11 @@ def rank_rows(
             if record.collectives:
                 last = record.collectives[-1]
                 row |= {"last": record.described(last), "is_done": last.is_done, "sequence": last.sequence}
+                row |= {name: getattr(last, name) or None for name in ("created", "started", "ended")}
+                row["called_in"] = None if last.source is None else str(last.source)
+                if last.created and (until := last.ended if last.is_done else record.time):
+                    row["seconds"] = max(until - (last.started or last.created), 0.0)
             if record.messages is not None and record.messages.waiting is not None and wait.text:
-                row |= {"last": wait.text, "is_done": False}
+                row |= {"last": wait.text, "is_done": False, "seconds": None, "called_in": None}
         rows.append(row)
     return rows

@@ -389,7 +389,7 @@ _OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
 # Parts of a recipe that do not change the estimate.
 _IRRELEVANT = (
     *("name", "sweep", "repeat", "seed", "runs", "notes"),
-    *("tracker", "launch", "checkpoint", "profiler", "init_from"),
+    *("tracker", "launch", "checkpoint", "profiler", "init_from", "init_from_exclude"),
 )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -56,19 +56,20 @@ def initialise(model: nn.Module, values: Mapping[str, Init], seed: int) -> None:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, source: WeightsSource) -> None:
+def fill(model: nn.Module, source: WeightsSource, *, without: Collection[str] = ()) -> None:
     """Copy every parameter of `model` from a source, in place, cast to the parameter's dtype.
 
     Args:
         model: materialised; parameters are plain tensors or DTensors of any placement. It may be a pipeline stage:
             parameters of other stages are not read.
         source: has the same names and full shapes; a rank reads only its part.
+        without: names of parameters that keep their values.
     """
     for name, parameter in model.named_parameters():
-        local, offsets = local_part(parameter)
-        if not local.numel():
-            continue
         plain = plain_name(name)
+        local, offsets = local_part(parameter)
+        if plain in without or not local.numel():
+            continue
         for start, sizes in TensorEntry(dtype=source.entries[plain].dtype, shape=tuple(local.shape)).chunks():
             there = [offset + at for offset, at in zip(offsets, start, strict=True)]
             local[start[0] : start[0] + sizes[0]].copy_(source.read(plain, there, sizes))

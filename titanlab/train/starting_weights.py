@@ -7,9 +7,11 @@ imports torch only when it fills a model.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,7 @@ from titanlab.checkpoint import (
     is_address,
     read_contents,
 )
+from titanlab.costs import path_matches
 from titanlab.errors import ConfigError
 from titanlab.records import read_config
 from titanlab.system import user_path
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
 
 
 KEY = "init_from"
+EXCLUDE = "init_from_exclude"
 # Without a digest, a file above _LARGE_BYTES is hashed at _SAMPLES places: enough to distinguish trained weights.
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 16
@@ -51,6 +55,7 @@ def check_beginning(recipe: Recipe) -> None:
         ConfigError: the folder is missing or not complete, or belongs to another model.
     """
     shapes, load_from, text = recipe.model.account().parameters, recipe.checkpoint.load_from, recipe.init_from
+    without = excluded(recipe)
     if load_from is not None:
         if text is not None:
             rule = "checkpoint.load_from says already what the run starts with"
@@ -63,19 +68,45 @@ def check_beginning(recipe: Recipe) -> None:
         return
     if (source := _folder(text)) is None:
         checkpoint = _checkpoint(text)
-        _check_model(text, _model_of(checkpoint), recipe.model)
-        check_checkpoint(checkpoint, shapes, KEY, read=contents_of)
+        _check_model(text, _model_of(checkpoint), recipe.model, without)
+        check_checkpoint(checkpoint, shapes, KEY, read=contents_of, without=without)
         return
-    _check_model(text, source.model, recipe.model)
+    _check_model(text, source.model, recipe.model, without)
     if source.copies:
         rule = f"holds {next(iter(source.copies))} although its embeddings are tied"
         raise ConfigError(KEY, text, rule, f"try `titanlab import {user_path(text)}`, which compares the two")
 
 
+def excluded(recipe: Recipe) -> frozenset[str]:
+    """Names of the parameters that `init_from_exclude` leaves out.
+
+    Raises:
+        ConfigError: there is no `init_from`, a pattern fits no parameter, or together they fit all.
+    """
+    patterns, names = recipe.init_from_exclude, recipe.model.account().parameters
+    if patterns and recipe.init_from is None:
+        rule = "leaves weights of init_from out, which is not given"
+        raise ConfigError(EXCLUDE, list(patterns), rule, "give init_from, or leave it out")
+    for pattern in patterns:
+        if not any(path_matches(name, pattern) for name in names):
+            steps = list(dict.fromkeys(step for name in names for step in name.split(".") if not step.isdigit()))
+            near = difflib.get_close_matches(pattern, [*names, *steps], n=1, cutoff=0.5)
+            cure = f"did you mean {near[0]}?" if near else f"there are {', '.join(steps)}"
+            raise ConfigError(EXCLUDE, list(patterns), f"{pattern or 'an empty text'} fits no parameter", cure)
+    found = frozenset(name for name in names if any(path_matches(name, pattern) for pattern in patterns))
+    if len(found) == len(names):
+        raise ConfigError(EXCLUDE, list(patterns), "leaves all weights out", "leave init_from out instead")
+    return found
+
+
 def not_read(recipe: Recipe) -> Sequence[str]:
     """A line for each kind of weights in the folder of `init_from` that the run does not start with."""
     source = None if recipe.init_from is None else _folder(recipe.init_from)
-    return () if source is None else source.not_read
+    lines = [] if source is None else list(source.not_read)
+    if without := sorted(excluded(recipe)):
+        shown = ", ".join(without if len(without) <= 4 else [*without[:3], f"{len(without) - 3} more"])
+        lines.append(f"not read from {recipe.init_from}, but made by the seed: {shown}")
+    return lines
 
 
 def _folder(text: str) -> SafetensorsSource | None:
@@ -116,22 +147,28 @@ def fill_start(
     Returns:
         the biases that belong to the weights, for the routers of a recipe that has biases.
     """
-    text = recipe.init_from
+    text, without = recipe.init_from, excluded(recipe)
     assert text is not None
+
+    def kept(biases: Biases) -> Biases:
+        """Biases of the routers that are read; the others begin with zeros."""
+        left = {block for block in biases for name in without if name.startswith(f"{block}.") and "router" in name}
+        return {block: [0.0] * len(bias) if block in left else bias for block, bias in biases.items()}
+
     if (source := _folder(text)) is not None:
         from titanlab.train.initialise import fill
 
-        fill(model, source)
-        return biases_of(recipe.model, source.biases, KEY, text)
+        fill(model, source, without=without)
+        return kept(biases_of(recipe.model, source.biases, KEY, text))
     from titanlab.checkpoint import load_model
 
     checkpoint = choose(lambda: _checkpoint(text))
-    load_model(checkpoint, KEY, model, read=contents_of)
+    load_model(checkpoint, KEY, model, read=contents_of, without=without)
     if not recipe.model.account().experts:
         return {}
     routing = contents_of(checkpoint, KEY).saved.position.routing
     saved = biases_of(_model_of(checkpoint) or recipe.model, routing, KEY, checkpoint)
-    return biases_of(recipe.model, saved, KEY, checkpoint)
+    return kept(biases_of(recipe.model, saved, KEY, checkpoint))
 
 
 def _checkpoint(text: str) -> Place:
@@ -183,12 +220,16 @@ def contents_of(checkpoint: Place, key: str) -> Readable:
     return dcp_contents(checkpoint, key)
 
 
-def _check_model(text: str, saved: ModelConfig | None, expected: ModelConfig) -> None:
+def _check_model(text: str, saved: ModelConfig | None, expected: ModelConfig, without: frozenset[str]) -> None:
+    """`without`: parameters that are not read: if all that depend on the vocabulary are, its size may differ."""
     if saved is None:
         return
     if type(saved) is not type(expected):
         rule = f"is a model of another kind: {saved.kind}, and the recipe's is {expected.kind}"
         raise ConfigError(KEY, text, rule, "choose the model that it was trained as")
+    there_shapes, here_shapes = saved.account().parameters, expected.account().parameters
+    if without and without.issuperset(name for name in here_shapes if here_shapes[name] != there_shapes.get(name)):
+        saved = replace(saved, vocab_size=expected.vocab_size)
     family = expected.hugging_face()
     if family is None or not (name := family.difference(saved, expected)):
         return

@@ -85,6 +85,18 @@ def test_their_own_folder_will_do(pool, place, references, tmp_path, keys):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("keys", [{"shard": 2}, {"pipeline": 2, "tensor": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("source", ["untied", "hub/untied", "run"])
+def test_weights_that_are_left_out_are_the_same_under_any_layout(pool, place, references, tmp_path, keys, source):
+    start = references("untied")[1].path if source == "run" else place / source
+    given = {"init_from": str(start), "init_from_exclude": ("output", "layers.0.attention"), "steps": 3}
+    given |= keys_of(folders.LLAMA_3_1)
+    one, made = tiny.recipe(tmp_path / "one", **given), tiny.recipe(tmp_path, **given, **keys)
+    (reference,) = pool.run(1, tiny.traced, one, tiny.begin(one))
+    assert compare(reference, pool.run(made.world, tiny.traced, made, tiny.begin(made))[0]).largest < BAR
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("keys", [{"shard": 2}, {"shard": 2, "tensor": 2}], ids=str)
 def test_tied_embeddings_are_filled_once(pool, place, references, tmp_path, keys):
     reference, _ = references("tied")
