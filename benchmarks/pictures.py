@@ -342,8 +342,8 @@ def linear_layer() -> Picture:
         "One linear layer under FSDP2 and under tensor parallelism",
         "Left, FSDP2: each of four GPUs has a sequence of its own and stores a quarter of the weight; before the "
         f"product it gathers the whole weight, {weight / 1e6:.0f} MB. Right, tensor parallelism: each GPU has a "
-        f"quarter of the tokens and of the weight; it gathers the tokens, {hidden / 1e6:.0f} MB, and computes a quarter "
-        "of y.",
+        f"quarter of the tokens and of the weight; it gathers the tokens, {hidden / 1e6:.0f} MB, and computes a "
+        "quarter of y.",
         canvas,
     )
 
