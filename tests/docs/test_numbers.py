@@ -107,7 +107,7 @@ def test_the_recipes_of_the_readme_are_estimated_as_it_says():
         assert (int(gpus), layout) == (recipe.world, recipe.layout.label), name
         assert number(speed) == float(f"{tokens_per_second:.3g}"), name
         assert gigabytes == f"{reserved:.0f} GB", name
-        assert number(hours) == float(f"{1e9 / tokens_per_second / 3600:.3g}".partition(".")[0]), name
+        assert number(hours) == float(f"{round(1e9 / tokens_per_second / 3600):.3g}"), name
     assert all("launch=slurm cluster=h100`" in row[2] for row in rows if int(row[1]) > 8)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from tests.docs.pages import read
 from tests.docs.test_names import tables
 from titanlab.cli.compose import compose
 from titanlab.distributed import ALONE
