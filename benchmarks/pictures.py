@@ -25,11 +25,11 @@ from titanlab.cli.compose import compose
 from titanlab.costs import FSDP_AXES, Layout, add_tensor, gathered_part, kept_activations
 from titanlab.distributed import Mesh, build_mesh
 from titanlab.parallelism.context import owned
-from titanlab.plan import for_planning, machine_of
+from titanlab.plan import for_planning, machine_of, most_memory, share_of
 from titanlab.plan.block_time import _shaped, exposed, model_time, rows_of
 from titanlab.plan.machine import Machine
-from titanlab.plan.memory import as_compiled, block_bytes, edge_bytes, most_memory, stored_pieces
-from titanlab.plan.stages import Seen, block_operations, share_of
+from titanlab.plan.memory import as_compiled, block_bytes, edge_bytes, stored_pieces
+from titanlab.plan.stages import Seen, block_operations
 from titanlab.plan.step_time import step_time
 from titanlab.prove.rank_trace import fake_world
 from titanlab.recipe import Recipe, conf_folder
