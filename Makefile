@@ -24,7 +24,7 @@ UNFINISHED := $(VENV)/.unfinished
 LOG := $(VENV)/install.log
 
 .DEFAULT_GOAL := help
-.PHONY: help environment quickstart test test-full test-slurm test-browser test-everything oracle lint docs format benchmark constraints clean clean-environment faults
+.PHONY: help environment quickstart pictures test test-full test-slurm test-browser test-everything oracle lint docs format benchmark constraints clean clean-environment faults
 
 help: ## list these targets
 	@echo "usage: make TARGET [PYTHON=python3.12] [TORCH_INSTALL_ARGS='…'] [ARGS='…']"
@@ -79,6 +79,9 @@ lint: $(READY) ## check style (ruff) and types (mypy)
 docs: $(READY) ## build the documentation as a site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "open build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"
+
+pictures: $(READY) ## draw the pictures of docs/ideas-in-pictures.md from the package's own accounts
+	@$(BIN)/python benchmarks/pictures.py
 
 format: $(READY) ## rewrite the source in the project's style
 	@$(BIN)/ruff check --fix-only --quiet .

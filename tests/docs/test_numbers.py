@@ -12,7 +12,10 @@ from tests.docs.pages import CONFIGS, PAGES, commands, read
 from tests.docs.test_names import options, tables
 from tests.model.published import SCHEMAS
 from titanlab.cli import main
+from titanlab.cli.compose import compose
 from titanlab.costs import training_flops_per_token
+from titanlab.plan import for_planning, machine_of, most_memory, reserved_bytes
+from titanlab.plan.step_time import step_time
 from titanlab.recipe import conf_folder
 from titanlab.sweep import plan_study
 
@@ -87,6 +90,25 @@ def test_the_readme_counts_what_there_is():
     for page in ("README.md", "docs/parallelism.md"):
         for combinations in re.findall(r"\[(\d+) combinations\]", read(page)):
             assert int(combinations) == len(rows_of("docs/techniques.md", "layout"))
+
+
+def test_the_recipes_of_the_readme_are_estimated_as_it_says():
+    """Rounded to three digits, so that a change of the planner that a reader would notice is noticed here."""
+    (shown,) = re.findall(r"<!-- recipes -->\n(.*?)<!-- recipes end -->", read("README.md"), re.DOTALL)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines()[2:]]
+    assert 6 <= len(rows) <= 8
+    for _, gpus, command, layout, speed, gigabytes, hours in rows:
+        (name,) = re.findall(r"\+recipe=(\w+)", command)
+        recipe = for_planning(compose([f"+recipe={name}", "cluster=h100"])[0], stands=True)
+        machine = machine_of(recipe)
+        tokens_per_second = step_time(recipe, machine).tokens_per_second
+        reserved = reserved_bytes(recipe, machine, most_memory(recipe)) / 1e9
+        assert reserved < machine.memory_bytes / 1e9, name
+        assert (int(gpus), layout) == (recipe.world, recipe.layout.label), name
+        assert number(speed) == float(f"{tokens_per_second:.3g}"), name
+        assert gigabytes == f"{reserved:.0f} GB", name
+        assert number(hours) == float(f"{round(1e9 / tokens_per_second / 3600):.3g}"), name
+    assert all("launch=slurm cluster=h100`" in row[2] for row in rows if int(row[1]) > 8)
 
 
 def rows_of(page, header):
