@@ -334,8 +334,8 @@ def declared_memory(facts: Facts) -> list[bars.Split]:
 
 def memory_text(facts: Facts) -> str:
     """The items of the fastest recipe, for the first box; empty: unknown."""
-    for splits, word in ((measured_memory(facts), ""), (declared_memory(facts), ", declared")):
-        for split in splits:
+    for splits_of, word in ((measured_memory, ""), (declared_memory, ", declared")):
+        for split in splits_of(facts):
             if facts.best is not None and split.run in (row["run"] for row in facts.best.rows):
                 items = ", ".join(f"{item} {significant(size, 3)}" for item, size in split.parts.items())
                 return f"{significant(sum(split.parts.values()), 3)} GiB{word}: {items}"
