@@ -173,7 +173,9 @@ def test_numbers_of_devices_without_a_run_that_is_done_are_gaps(lost):
     assert f", of {16 if lost == 8 else 8} (" in said
     (missing,) = (row for row in texts(section.tables[0]) if row[2] == str(lost))
     assert missing[3:] == ["", "", "", "", "3 oom"]
-    assert f"dp_s{lost} · global_batch {2 * lost}: oom, {lost} devices" in {mark.text for mark in section.figure.marks.values()}
+    assert f"dp_s{lost} · global_batch {2 * lost}: oom, {lost} devices" in {
+        mark.text for mark in section.figure.marks.values()
+    }
     # No line joins the neighbours of a gap.
     lines = [
         line for line in section.figure.axes[0].lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 3

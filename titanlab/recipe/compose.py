@@ -167,6 +167,14 @@ class Loader:
         asks_hydra = "${hydra:" in str(OmegaConf.to_container(config, resolve=False))
         return Composed(config=config, whole=whole, choices=choices, asks_hydra=asks_hydra)
 
+    def leaves_default(self, group: str) -> bool:
+        """Whether neither an override nor a file replaces the option that titanlab's defaults give a group."""
+        # Values of keys are left out, as in `base`.
+        groups = [text for text in self.overrides if self.is_group(text.partition("=")[0].lstrip("+"))]
+        texts = [as_typed(with_combination(text)) for text in groups]
+        listed = self._hydra.compute_defaults_list(self.config_name, texts, run_mode=RunMode.RUN)
+        return group not in listed.overrides.override_choices
+
     def is_group(self, key: str) -> bool:
         """Whether a key chooses an option of a group."""
         if key not in self._groups:

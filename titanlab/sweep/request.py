@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -41,6 +41,8 @@ from titanlab.sweep.space import LIMIT, WHERE, Expression, Values, canonical_tex
 
 CONTROL = "control"
 _REPEATS = "repeats"
+_PROFILER = "profiler"
+_BREAKDOWN = ("profiler=breakdown", "profiler.every=0")
 _EXAMPLE = "try control: {}, the recipe without the sweep's changes, or control: {ac: none}"
 # Keys with one value for the whole sweep.
 _OF_THE_SWEEP = ("sweep", "runs", "sweeps")
@@ -56,6 +58,7 @@ class Request:
         control: values of the control; None: the sweep has none.
         option: of the group `sweeps`; None: the sweep is defined by the command line alone.
         named: whether the command line sets `name` for all runs.
+        added: the loader's last overrides, which the user has not given.
     """
 
     loader: Loader
@@ -66,6 +69,7 @@ class Request:
     control: Values | None
     option: str | None
     named: bool
+    added: Sequence[str] = ()
 
     @property
     def definition(self) -> Mapping[str, Any]:
@@ -73,7 +77,7 @@ class Request:
         where = [expression.text for expression in self.where]
         # No key without a control: definitions of sweeps from before controls stay equal.
         control = {} if self.control is None else {CONTROL: dict(self.control)}
-        overrides = list(self.loader.overrides)
+        overrides = [text for text in self.loader.overrides if text not in self.added]
         return {"overrides": overrides, "space": self.space, "where": where, "repeats": self.repeats, **control}
 
 
@@ -137,6 +141,22 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
             raise ConfigError(key, value, rule, cure)
     _check_keys(request)
     return request
+
+
+def with_breakdown(request: Request, arguments: Sequence[str]) -> Request:
+    """The request with one window of `profiler=breakdown` in every run, unless anything says which profiler."""
+    loader = request.loader
+    keys = [*keys_of(request.points), *(request.control or {})]
+    keys += [text.partition("=")[0].lstrip("+") for text in loader.overrides]
+    # A recipe of the space may choose a profiler too.
+    is_said = any(key.partition(".")[0] == _PROFILER for key in keys) or "recipe" in keys_of(request.points)
+    is_off = loader.base().hydra.runtime.choices.get(_PROFILER) == "off"
+    if is_said or not is_off or not loader.leaves_default(_PROFILER):
+        return request
+    loader = Loader(read_flags(arguments), [*loader.overrides, *_BREAKDOWN])
+    # A loader knows its choices from its base.
+    loader.base()
+    return replace(request, loader=loader, added=_BREAKDOWN)
 
 
 def _check_plugins(base: DictConfig) -> None:
