@@ -10,7 +10,8 @@ from titanlab.costs import meter
 from titanlab.distributed.start_up import PHASES
 from titanlab.records import STATES, Outcome, OutcomeKind, Status, collect
 from titanlab.records.run_folder import MetricsWriter, read_metrics
-from titanlab.techniques.profiler.memory import fullest, largest
+from titanlab.techniques.profiler.held import fullest
+from titanlab.techniques.profiler.memory import largest
 from titanlab.techniques.profiler.profilers_schema import BY_ITEM, ITEMS, REST
 from titanlab.techniques.profiler.trace import EXPOSED, STEP
 from titanlab.techniques.profiler.trace import PHASES as PARTS

@@ -236,7 +236,7 @@ def _step_time(facts: Facts) -> Section:
     )
 
 
-def _largest_parts(splits: Sequence[bars.Split], name_of: Callable[[str], str]) -> str:
+def _largest_parts(splits: Sequence[bars.StackedBar], name_of: Callable[[str], str]) -> str:
     """The two largest parts of each bar in words."""
     clauses = []
     for split in splits:
@@ -247,13 +247,13 @@ def _largest_parts(splits: Sequence[bars.Split], name_of: Callable[[str], str]) 
     return listed(clauses)
 
 
-def _values_of(splits: Sequence[bars.Split], heading: str, parts: Mapping[str, str]) -> PageTable:
+def _values_of(splits: Sequence[bars.StackedBar], heading: str, parts: Mapping[str, str]) -> PageTable:
     """The parts of each bar by run; `parts` has their headings."""
     rows = ([run_cell(each.run), *(cell(each.parts.get(part), digits=3) for part in parts)] for each in splits)
     return table(heading, ["run", *parts.values()], rows)
 
 
-def _without_bar(facts: Facts, splits: Sequence[bars.Split]) -> list[str]:
+def _without_bar(facts: Facts, splits: Sequence[bars.StackedBar]) -> list[str]:
     drawn = {split.run for split in splits}
     missing = [group.label for group, _ in facts.shown if drawn.isdisjoint(str(row["run"]) for row in group.rows)]
     notes = [f"Without a bar, for lack of figures: {listed(missing)}."] if missing else []
@@ -274,7 +274,7 @@ def _latest(facts: Facts, kind: str) -> Iterator[tuple[RecipeRuns, Mapping[str, 
 _BREAKDOWN = "breakdown/"
 
 
-def measured_splits(facts: Facts) -> list[bars.Split]:
+def measured_splits(facts: Facts) -> list[bars.StackedBar]:
     """The parts of a step for runs with `profiler=breakdown`, from their latest window."""
     splits = []
     for group, row, newest in _latest(facts, "breakdown"):
@@ -289,23 +289,23 @@ def measured_splits(facts: Facts) -> list[bars.Split]:
                 name.removeprefix(_BREAKDOWN).removesuffix("(s)").removeprefix("exposed_"): value
                 for name, value in seconds.items()
             }
-            splits.append(bars.Split(run=str(row["run"]), label=group.label, parts=parts, columns=list(seconds)))
+            splits.append(bars.StackedBar(run=str(row["run"]), label=group.label, parts=parts, columns=list(seconds)))
     return splits
 
 
-def estimated_splits(facts: Facts) -> list[bars.Split]:
+def estimated_splits(facts: Facts) -> list[bars.StackedBar]:
     """The planner's parts of a step, for the recipes whose machine it knows."""
     splits = []
     for group, row in facts.shown:
         if (recipe := _recipe(facts, row)) is not None:
             with contextlib.suppress(*_UNUSABLE):
                 parts, run = dict(step_time(recipe, machine_of(recipe)).parts), str(row["run"])
-                split = bars.Split(run=run, label=group.label, parts=parts, columns=["config.yaml"])
+                split = bars.StackedBar(run=run, label=group.label, parts=parts, columns=["config.yaml"])
                 splits.append(replace(split, is_measured=False))
     return splits
 
 
-def measured_memory(facts: Facts) -> list[bars.Split]:
+def measured_memory(facts: Facts) -> list[bars.StackedBar]:
     """The items of memory in GiB for runs with `profiler=breakdown`: of the rank that needs most."""
     splits = []
     for group, row, newest in _latest(facts, BY_ITEM):
@@ -313,11 +313,13 @@ def measured_memory(facts: Facts) -> list[bars.Split]:
         parts = {item: newest.get(column) for item, column in columns.items()}
         if all(isinstance(size, int | float) and size >= 0 for size in parts.values()):
             own = {item: float(size or 0.0) for item, size in parts.items()}
-            splits.append(bars.Split(run=str(row["run"]), label=group.label, parts=own, columns=list(columns.values())))
+            splits.append(
+                bars.StackedBar(run=str(row["run"]), label=group.label, parts=own, columns=list(columns.values()))
+            )
     return splits
 
 
-def declared_memory(facts: Facts) -> list[bars.Split]:
+def declared_memory(facts: Facts) -> list[bars.StackedBar]:
     """The planner's items in GiB, for the recipes whose machine it knows; `rest` is what is beside tensors."""
     splits = []
     for group, row in facts.shown:
@@ -327,7 +329,7 @@ def declared_memory(facts: Facts) -> list[bars.Split]:
                 items = {"optimizer state" if item == "optimizer" else item: size for item, size in most.items.items()}
                 items[REST] = max(0, int(reserved_bytes(recipe, machine, most)) - most.allocated)
                 parts = {item: size / 2**30 for item, size in items.items() if size}
-                split = bars.Split(run=str(row["run"]), label=group.label, parts=parts, columns=["config.yaml"])
+                split = bars.StackedBar(run=str(row["run"]), label=group.label, parts=parts, columns=["config.yaml"])
                 splits.append(replace(split, is_measured=False))
     return splits
 

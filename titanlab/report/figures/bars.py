@@ -217,7 +217,7 @@ MEMORY_ITEMS = tuple(_MEMORY_LOOKS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class StackedBar:
     """What a figure of one run consists of: the seconds of its step, or the GiB of its memory.
 
     Attributes:
@@ -232,19 +232,19 @@ class Split:
     is_measured: bool = True
 
 
-def step_time_split(splits: Sequence[Split]) -> TracedFigure:
+def step_time_split(splits: Sequence[StackedBar]) -> TracedFigure:
     """Stacked bars of a step's seconds, one bar for each recipe; estimates are labelled as such."""
     return _stacked(splits, "time of a step", "seconds of a step", _LOOKS, part_name, short_span)
 
 
-def memory_items(splits: Sequence[Split]) -> TracedFigure:
+def memory_items(splits: Sequence[StackedBar]) -> TracedFigure:
     """Stacked bars of the items of memory in GiB, one bar for each recipe; estimates are labelled as such."""
     label = "GiB at the peak, of the rank that needs most"
     return _stacked(splits, "memory by item", label, _MEMORY_LOOKS, str, lambda size: f"{significant(size, 3)} GiB")
 
 
 def _stacked(
-    splits: Sequence[Split],
+    splits: Sequence[StackedBar],
     title: str,
     label: str,
     looks: Mapping[str, tuple[str, str | None]],

@@ -26,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titanlab.system import refusal
 from titanlab.techniques.profiler.contract import Profiler
+from titanlab.techniques.profiler.held import forget_peak, fullest, held, held_line
 from titanlab.techniques.profiler.profilers_schema import BY_ITEM, Breakdown, Trace
 
 PHASE, ISSUE = "titanlab.phase:", "titanlab.issue:"
@@ -320,9 +321,6 @@ class BreakdownProfiler(WindowsProfiler):
         self._has_events = False
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        # Here, because this module is imported by the other one.
-        from titanlab.techniques.profiler.memory import forget_peak, held
-
         if self._profile is None:
             if self._has_events and name == "data":
                 # The events of a window are no part of what a step needs. A GPU's memory has none of them.
@@ -385,8 +383,6 @@ class BreakdownProfiler(WindowsProfiler):
 
     def _report_memory(self, step: int) -> None:
         """What the rank that needs most memory held before the window."""
-        from titanlab.techniques.profiler.memory import fullest, held_line
-
         of_ranks, self._held = self.links.gather(self._held), {}
         if all(of_ranks):
             row = fullest(of_ranks)
