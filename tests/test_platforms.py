@@ -14,7 +14,7 @@ from titanlab.distributed import hang, host
 from titanlab.launch.rank import fork
 from titanlab.records import provenance
 from titanlab.system import born_at, process_state
-from titanlab.techniques.profiler import memory
+from titanlab.techniques.profiler import held
 from titanlab.techniques.tracker import wandb
 from titanlab.train import totals
 
@@ -40,7 +40,7 @@ def no_proc(monkeypatch):
 def darwin(monkeypatch):
     """What the modules see of `sys` and `platform` on a Mac."""
     seen = SimpleNamespace(platform="darwin", byteorder="little")
-    for module in (fork, wandb, memory):
+    for module in (fork, wandb, held):
         monkeypatch.setattr(module, "sys", seen)
 
 
@@ -73,7 +73,7 @@ def test_nobody_adopts_and_no_filter_is_set(darwin):
 
 
 def test_memory_is_counted_in_bytes(darwin, monkeypatch):
-    monkeypatch.setattr(memory, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: PEAK))
+    monkeypatch.setattr(held, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: PEAK))
     assert totals.peak_memory_gib(SimpleNamespace(type="cpu")) == 1.5
 
 

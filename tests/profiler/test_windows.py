@@ -66,6 +66,16 @@ def test_windows_change_no_loss_and_repeat(pool, tmp_path):
     # A row for each window.
     assert [row["step"] for row in runs["breakdown"].metrics("breakdown")] == [3, 6]
     assert "step 6, mean over ranks:" in (runs["breakdown"].logs / "rank-0.log").read_text()
+    # What memory held in the step before each window: halves of the model, and AdamW's two states of each.
+    rows = runs["breakdown"].metrics("memory_by_item")
+    assert [row["step"] for row in rows] == [3, 6]
+    half = made.model.account().parameter_count * 4 / 2 / 2**30
+    for row in rows:
+        assert row["memory_by_item/parameters(GiB)"] == pytest.approx(half, rel=0.02)
+        assert row["memory_by_item/gradients(GiB)"] == pytest.approx(half, rel=0.02)
+        assert row["memory_by_item/optimizer_state(GiB)"] == pytest.approx(2 * half, rel=0.02)
+        assert row["memory_by_item/rest(GiB)"] > 0.05
+        assert row["memory_by_item/rank"] in (0, 1)
 
 
 STEP = "breakdown/step(s)"

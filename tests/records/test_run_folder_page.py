@@ -10,7 +10,9 @@ from titanlab.costs import meter
 from titanlab.distributed.start_up import PHASES
 from titanlab.records import STATES, Outcome, OutcomeKind, Status, collect
 from titanlab.records.run_folder import MetricsWriter, read_metrics
+from titanlab.techniques.profiler.held import fullest
 from titanlab.techniques.profiler.memory import largest
+from titanlab.techniques.profiler.profilers_schema import BY_ITEM, ITEMS, REST
 from titanlab.techniques.profiler.trace import EXPOSED, STEP
 from titanlab.techniques.profiler.trace import PHASES as PARTS
 from titanlab.techniques.profiler.trace import metrics as breakdown
@@ -40,7 +42,8 @@ SECTIONS = {
     "result.json": fields(Outcome) | set(measured().summary()) - keys("metrics.jsonl"),
     "start_up.json": {"seconds", "total", *PHASES},
     "tracker.json": {*fields(Record), STARTING, OPEN, FINISHED},
-    "metrics.jsonl": {"breakdown", *PROFILED, "memory", *largest([dict.fromkeys(PARTS, 1.0)])},
+    "metrics.jsonl": {"breakdown", *PROFILED, "memory", *largest([dict.fromkeys(PARTS, 1.0)])}
+    | {BY_ITEM, *fullest([dict.fromkeys((*ITEMS, REST), 1.0)])},
 }
 
 

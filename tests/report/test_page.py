@@ -78,7 +78,9 @@ def page(shared) -> Page:
 
 
 def test_sections_stand_in_their_order(page):
-    order = "scaling pareto throughput step-time loss timeline estimate configuration dropped failures provenance"
+    order = (
+        "scaling pareto throughput step-time memory loss timeline estimate configuration dropped failures provenance"
+    )
     assert [section["id"] for section in page.all("section")] == order.split()
     assert "is the fastest: 1,919 tokens/s per device, 26.7% more than tp2" in page.words["header"]
     assert "1 running, 1 prepared" in page.words["header"]
@@ -202,7 +204,7 @@ def test_sweeps_of_which_little_is_known(made, fill, words):
     page = written(made)
     shown = " ".join(page.words.values())
     assert all(each in shown for each in words)
-    assert len(page.all("section")) == 10
+    assert len(page.all("section")) == 11
 
 
 def test_runs_that_belong_to_no_sweep_and_a_page_elsewhere(made, tmp_path):
@@ -291,7 +293,7 @@ def test_the_rows_need_not_be_of_the_right_types(made):
 
 def test_figures_for_papers(shared, tmp_path):
     made, figures = shared, sweep_figures(shared.folder.path)
-    assert list(figures) == ["scaling", "pareto", "throughput", "step-time", "loss", "timeline"]
+    assert list(figures) == ["scaling", "pareto", "throughput", "memory", "loss", "timeline"]
     into, folder = tmp_path / "report.html", tmp_path / "figures"
     report = write_report(made.folder, SweepTable(made.folder).rows(), into=into, figures=folder, format="svg")
     assert report.figures == [folder / f"{name}.svg" for name in figures]

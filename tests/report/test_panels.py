@@ -10,7 +10,7 @@ from tests.report.plain import facts_in, facts_of, run
 from tests.sweep.made import begin, end, train
 from tests.sweep.table.plain import row
 from titanlab.report import panels
-from titanlab.report.panels import estimated_splits, figure_sections, pipelines
+from titanlab.report.panels import estimated_splits, figure_sections, memory_text, pipelines
 
 pytestmark = pytest.mark.usefixtures("drawn")
 
@@ -85,11 +85,16 @@ def test_parts_of_a_step_are_measured_or_estimated_or_left_out(made, drawn):
     for made_run in runs:
         begin(made_run)
         train(made_run, step=2)
-        end(made_run)
     panel = section(facts_in(made.folder), "step-time")
     assert panel.title == "Where the time of a step goes (estimate)"
     assert panel.caption.startswith("An estimate of the planner, and no measurement")
     assert (panel.columns, panel.notes) == (["config.yaml"], [])
+    # Once a run is done, no estimate stands where people look for measurements.
+    end(runs[0])
+    panel = section(facts_in(made.folder), "step-time")
+    assert (panel.figure, panel.title) == (None, "Where the time of a step goes")
+    assert panel.texts[0].startswith("Not measured: no run has profiler=breakdown")
+    end(runs[1], "crash", cause="ValueError: no")
     window(runs[0], 4, step=9.0, forward=9.0)
     # The latest one counts, and of it what took time.
     window(runs[0], 8, step=0.5, forward=0.1, exposed_shard=0.3, optimizer=0.0, data=None)
@@ -102,6 +107,41 @@ def test_parts_of_a_step_are_measured_or_estimated_or_left_out(made, drawn):
     assert [line[1:] for line in shown(panel.values)] == [["0.100", "0.300"]]
     assert panel.notes == ["No bar, because figures are missing: tp2."]
     assert section(facts_of(run("gone")), "step-time").figure is None
+
+
+def test_memory_is_what_runs_have_measured_beside_what_is_declared(made):
+    measured, other = made.run("fsdp", shard=2), made.run("tp", tensor=2)
+    for made_run in (measured, other):
+        begin(made_run)
+        train(made_run, step=2)
+        end(made_run)
+    panel = section(facts_in(made.folder), "memory")
+    assert panel.title == "Memory by item (declared)"
+    declared = {line[0]: line for line in shown(panel.tables[0])}
+    assert [line[1] for line in declared.values()] == ["declared", "declared"]
+    assert memory_text(facts_in(made.folder)).partition(":")[0].endswith(" GiB, declared")
+    items = {"parameters": 1.0, "gradients": 1.5, "optimizer_state": 2.0, "rest": 4.0}
+    with measured.open_metrics(1) as metrics:
+        metrics.write("memory_by_item", 8, {f"memory_by_item/{name}(GiB)": size for name, size in items.items()})
+    panel = section(facts_in(made.folder), "memory")
+    assert panel.title == "Memory by item"
+    lines = {(line[0], line[1]): line for line in shown(panel.tables[0])}
+    assert list(lines) == [("dp_s2", "measured"), ("dp_s2", "declared"), ("tp2", "declared")]
+    headings = list(panel.tables[0].headings)
+    own = dict(zip(headings, lines["dp_s2", "measured"], strict=True))
+    assert [own[item] for item in ("parameters", "gradients", "optimizer state", "rest")] == [
+        "1.000",
+        "1.500",
+        "2.000",
+        "4.000",
+    ]
+    assert dict(zip(headings, lines["dp_s2", "declared"], strict=True))["activations"] != ""
+    assert {mark.runs for mark in panel.figure.marks.values()} == {(measured.path.name,)}
+    assert panel.notes == ["Without a bar, for lack of figures: tp2."]
+    assert (
+        memory_text(facts_in(made.folder))
+        == "8.50 GiB: parameters 1.00, gradients 1.50, optimizer state 2.00, rest 4.00"
+    )
 
 
 def test_one_run_of_each_recipe_has_a_curve(made, drawn):

@@ -24,7 +24,7 @@ def cells(table):
 
 
 ORDER = [
-    *("pareto", "throughput", "step-time", "loss", "timeline", "estimate"),
+    *("pareto", "throughput", "step-time", "memory", "loss", "timeline", "estimate"),
     *("configuration", "dropped", "failures", "provenance"),
 ]
 
@@ -34,6 +34,7 @@ def test_a_sweep_of_nothing_has_all_sections_which_say_why(tmp_path):
     assert list(found) == ORDER
     assert {name: list(section.texts) for name, section in found.items() if section.texts} == {
         "step-time": ["Neither measured nor estimated for any recipe."],
+        "memory": ["Neither measured nor declared for any recipe."],
         "timeline": ["No recipe has a pipeline that can be drawn."],
         "estimate": ["No run that is done has both an estimate and a measurement."],
         "configuration": ["The sweep has no run."],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from tests.report.plain import facts_of, run
 from titanlab.report.report import html
 from titanlab.report.sections import sections_of
 from titanlab.report.stories import scaling_series, scaling_texts, story_sections
+from titanlab.sweep import notes_of, ranking_lines, sentence_of
 
 GPU = {"accelerator": "cuda", "device": "NVIDIA H100 80GB HBM3", "ended": 3600.0, "started": 1.0, "global_batch": 8}
 
@@ -107,9 +109,9 @@ def test_two_recipes_that_scale_alike_are_two_lines():
 def test_growing_sequences_are_speed_and_memory_by_length():
     section = stories(*lengths())["context"]
     assert [row[1:] for row in texts(section.tables[0])] == [
-        ["1,024", "1", "1,000", "10.00"],
-        ["2,048", "2", "500", "11.00"],
-        ["4,096", "4", "250", "12.00"],
+        ["1,024", "1", "1,000", "10.00", "3 done"],
+        ["2,048", "2", "500", "11.00", "3 done"],
+        ["4,096", "4", "250", "12.00", "3 done"],
     ]
     columns = [mark.columns for mark in section.figure.marks.values()]
     assert columns == [("tokens_per_second",)] * 3 + [("memory_gib",)] * 3
@@ -134,4 +136,75 @@ def test_a_twin_says_that_its_speeds_do_not_transfer_and_what_it_leaves_out(tmp_
     assert "<li>3 runs emulated products that the device lacks, such as float8: their speed gets no place.</li>" in page
     assert "<li>Left out: parallelism.async_tensor=true: needs symmetric memory between GPUs.</li>" in page
     assert "float8" not in re.findall(r'<p class="answer">(.*?)</p>', page)[0]
-    assert len(stories(*rows)["stack"].tables[0].rows) == 2
+    steps = texts(stories(*rows)["stack"].tables[0])
+    assert [row[0].rpartition(" · ")[0] for row in steps][:2] == [
+        "dp_s8 · global_batch 8 · off",
+        "dp_s8 · global_batch 8 · blocks",
+    ]
+    assert steps[2][3].startswith("no place: emulated")
+
+
+def failed(rows, outcome="oom"):
+    return [{**row, "outcome": outcome, "tokens_per_second": None, "memory_gib": None} for row in rows]
+
+
+def test_a_stack_whose_middle_step_failed_says_so_and_compares_the_next_with_the_one_before():
+    rows = stack(1000.0, 1200.0, 1500.0)
+    rows[3:6] = failed(rows[3:6], "crash")
+    facts = facts_of(*rows)
+    (section,) = story_sections(facts)
+    steps = texts(section.tables[0])
+    assert steps[1][1:] == ["", "", "no place: no run is done: 3 crash"]
+    assert steps[2][2] == steps[0][0]
+    assert steps[2][3].startswith("+50.0% (95% interval ")
+    assert any(mark.text.endswith("in all, 3 runs") for mark in section.figure.marks.values())
+    (line,) = (line for line in ranking_lines(facts.ranking) if "+50.0%" in line)
+    assert line.startswith(f"  {steps[2][0]} over {steps[0][0]}: ")
+
+
+@pytest.mark.parametrize("lost", [8, 16, 32])
+def test_numbers_of_devices_without_a_run_that_is_done_are_gaps(lost):
+    rows = scaling(weak=True)
+    rows = [*(row for row in rows if row["world"] != lost), *failed([row for row in rows if row["world"] == lost])]
+    facts = facts_of(*rows)
+    section = stories(*rows)["scaling"]
+    (said,) = scaling_texts(facts)
+    assert said.endswith(f" (no run done on {lost})")
+    assert f", of {16 if lost == 8 else 8} (" in said
+    (missing,) = (row for row in texts(section.tables[0]) if row[2] == str(lost))
+    assert missing[3:] == ["", "", "", "", "3 oom"]
+    assert f"dp_s{lost} · global_batch {2 * lost}: oom, {lost} devices" in {
+        mark.text for mark in section.figure.marks.values()
+    }
+    # No line joins the neighbours of a gap.
+    lines = [
+        line for line in section.figure.axes[0].lines if line.get_linestyle() == "-" and len(line.get_xdata()) == 3
+    ]
+    assert [math.isnan(value) for value in lines[0].get_ydata()] == [size == lost for size in (8, 16, 32)]
+    assert "A cross is a recipe of which no run is done" in section.caption
+
+
+def test_a_length_that_ran_out_of_memory_stays_in_the_figure_and_in_the_table():
+    rows = lengths()
+    rows[6:] = failed(rows[6:])
+    section = stories(*rows)["context"]
+    assert [row[1:] for row in texts(section.tables[0])][2] == ["4,096", "4", "", "", "3 oom"]
+    crosses = [mark for mark in section.figure.marks.values() if "oom" in mark.text]
+    assert [mark.runs for mark in crosses] == [("r4096-0", "r4096-1", "r4096-2")] * 2
+    assert "4,096 tokens: 3 oom" in section.description
+
+
+def test_a_drift_of_the_machine_is_not_taken_for_a_step_that_is_worse():
+    # The machine slows down by a fifth; the rounds are in turns, so that each step has its share.
+    rows, shares = stack(1000.0, 1160.0, 1300.0), (1.0, 0.9, 0.8)
+    for number, row in enumerate(rows):
+        row["tokens_per_second"] *= shares[number % 3]
+    control = repeated("control", "dp_s8", 1000.0, world=8, control=True, compile="off", **GPU)
+    for number, row in enumerate(control):
+        row |= {"tokens_per_second": 1000.0 * shares[number], "started": 100.0 * (number + 1)}
+    ranking = facts_of(*rows, *control).ranking
+    assert not any(step.is_worse for step in ranking.steps)
+    assert "worse" not in sentence_of(ranking)
+    assert any(
+        note.startswith("Drift: the control's tokens/s per device went 20.0% down") for note in notes_of(ranking)
+    )

@@ -144,10 +144,20 @@ class Loader:
         self._known_choices = composed.choices
         return composed.whole
 
-    def chooses(self, group: str) -> bool:
-        """Whether an override chooses an option of a group, or a file does so in place of titanlab's config.yaml."""
-        with composition_errors(self.overrides, self._flags.values):
-            texts = [as_typed(with_combination(text)) for text in self.overrides]
+    def chooses(self, group: str, recipes: Sequence[str] = ()) -> bool:
+        """Whether an override, or a file in place of titanlab's config.yaml, chooses an option of a group or sets a key.
+
+        Args:
+            recipes: overrides of which each chooses another recipe.
+        """
+        if any(text.lstrip("+~").startswith(f"{group}.") for text in self.overrides):
+            return True
+        cases = [[*self.overrides, recipe] for recipe in recipes] or [self.overrides]
+        return any(self._chooses(group, overrides) for overrides in cases)
+
+    def _chooses(self, group: str, overrides: Sequence[str]) -> bool:
+        with composition_errors(overrides, self._flags.values):
+            texts = [as_typed(with_combination(text)) for text in overrides]
             listed = self._hydra.compute_defaults_list(self.config_name, texts, run_mode=RunMode.RUN)
         parents = [each.parent for each in listed.defaults if str(each.config_path).startswith(f"{group}/")]
         return group in listed.overrides.override_choices or "config" not in parents

@@ -63,14 +63,19 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     return pd.DataFrame(rows, columns=list(SCALING_COLUMNS))
 
 
+def scaling_key(group: RecipeRuns, *, weak: bool) -> tuple[Any, ...]:
+    """Equal for recipes that differ in the number of devices and the layout only."""
+    row = group.rows[0]
+    batch = row["global_batch"] / row["world"] if weak else row["global_batch"]
+    return (*(row[name] for name in _ALIKE), batch)
+
+
 def scaling_families(compared: Sequence[RecipeRuns], *, weak: bool) -> list[list[dict[str, Any]]]:
     """The rows of a `scaling_frame` for each recipe on several numbers of devices, fewest first, also with `group`."""
     families: dict[tuple[Any, ...], list[tuple[RecipeRuns, float]]] = {}
     for group in compared:
         if speed := group.typical("tokens_per_second"):
-            row = group.rows[0]
-            batch = row["global_batch"] / row["world"] if weak else row["global_batch"]
-            families.setdefault((*(row[name] for name in _ALIKE), batch), []).append((group, speed))
+            families.setdefault(scaling_key(group, weak=weak), []).append((group, speed))
     rows = []
     for members in families.values():
         least = min(group.world for group, _ in members)

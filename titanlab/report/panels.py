@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,15 @@ import numpy as np
 
 from titanlab.costs import meter
 from titanlab.errors import TitanlabError
-from titanlab.plan import machine_of, timeline_of
+from titanlab.plan import machine_of, most_memory, reserved_bytes, timeline_of
 from titanlab.plan.step_time import step_time
 from titanlab.recipe import Recipe, from_mapping
 from titanlab.records import EXPERTS
 from titanlab.report.facts import Facts
 from titanlab.report.figures import bars, over_time, scatter, style
-from titanlab.sweep import state_tone
+from titanlab.sweep import RecipeRuns, state_tone
 from titanlab.system import counted, grouped, significant
+from titanlab.techniques.profiler.profilers_schema import BY_ITEM, ITEMS, REST, item_metric
 from titanlab.techniques.schedule.action import simulate
 
 if TYPE_CHECKING:
@@ -136,6 +138,7 @@ def figure_sections(facts: Facts) -> list[Section]:
         _pareto(facts, speed="mfu_percent" if facts.by == "mfu" and has_mfu else "tokens_per_second"),
         _throughput(facts),
         _step_time(facts),
+        _memory(facts),
         _loss(facts),
         *_experts(facts),
         _timelines(facts),
@@ -210,50 +213,74 @@ def _step_time(facts: Facts) -> Section:
     title, estimated = "Where the time of a step goes", ""
     caption = "Measured with profiler=breakdown: the mean over ranks of the latest window of steps. "
     hidden = "while nothing computes"
+    if not splits and facts.done:
+        why = "Not measured: no run has profiler=breakdown, or none has taken the steps of its window."
+        return Section(id="step-time", title=title, texts=[why])
     if not splits:
         splits, estimated = estimated_splits(facts), " (estimate)"
-        caption = "An estimate of the planner, and no measurement: no run has profiler=breakdown. "
+        caption = "An estimate of the planner, and no measurement: no run is done. "
         hidden = "that no computation hides"
     if not splits:
         return Section(id="step-time", title=title, texts=["Neither measured nor estimated for any recipe."])
-    parts = list(dict.fromkeys(name for split in splits for name, seconds in split.seconds.items() if seconds))
-    clauses = []
-    for split in splits:
-        whole = sum(split.seconds.values()) or 1.0
-        largest = sorted(split.seconds.items(), key=lambda item: -item[1])[:2]
-        shares = (f"{bars.part_name(name)} {100 * seconds / whole:.0f} %" for name, seconds in largest)
-        clauses.append(f"{split.label}: {', '.join(shares)}")
-    drawn = {split.run for split in splits}
-    missing = [group.label for group, _ in facts.shown if drawn.isdisjoint(str(row["run"]) for row in group.rows)]
-    notes = [f"No bar, because figures are missing: {listed(missing)}."] if missing else []
-    if len(facts.groups) > len(facts.shown):
-        notes.append(f"Only the {len(facts.shown)} fastest of {counted(len(facts.groups), 'recipe')} are looked at.")
-    values = ([run_cell(each.run), *(cell(each.seconds.get(part), digits=3) for part in parts)] for each in splits)
+    parts = list(dict.fromkeys(name for split in splits for name, seconds in split.parts.items() if seconds))
     heading = "Seconds of a step by part" + (", estimated" if estimated else "")
     return Section(
         id="step-time",
         title=title + estimated,
         figure=bars.step_time_split(splits),
         caption=f"{caption}“Exposed” is communication of an axis {hidden}.",
-        description=f"Stacked bars of the seconds of a step. {listed(clauses)}.",
+        description=f"Stacked bars of the seconds of a step. {_largest_parts(splits, bars.part_name)}.",
         columns=sorted({column for split in splits for column in split.columns}),
-        values=table(heading, ["run", *map(bars.part_name, parts)], values),
-        notes=notes,
+        values=_values_of(splits, heading, {name: bars.part_name(name) for name in parts}),
+        notes=_without_bar(facts, splits),
     )
+
+
+def _largest_parts(splits: Sequence[bars.StackedBar], name_of: Callable[[str], str]) -> str:
+    """The two largest parts of each bar in words."""
+    clauses = []
+    for split in splits:
+        whole = sum(split.parts.values()) or 1.0
+        largest = sorted(split.parts.items(), key=lambda item: -item[1])[:2]
+        shares = (f"{name_of(name)} {100 * value / whole:.0f} %" for name, value in largest)
+        clauses.append(f"{split.label}: {', '.join(shares)}")
+    return listed(clauses)
+
+
+def _values_of(splits: Sequence[bars.StackedBar], heading: str, parts: Mapping[str, str]) -> PageTable:
+    """The parts of each bar by run; `parts` has their headings."""
+    rows = ([run_cell(each.run), *(cell(each.parts.get(part), digits=3) for part in parts)] for each in splits)
+    return table(heading, ["run", *parts.values()], rows)
+
+
+def _without_bar(facts: Facts, splits: Sequence[bars.StackedBar]) -> list[str]:
+    drawn = {split.run for split in splits}
+    missing = [group.label for group, _ in facts.shown if drawn.isdisjoint(str(row["run"]) for row in group.rows)]
+    notes = [f"No bar, because figures are missing: {listed(missing)}."] if missing else []
+    if len(facts.groups) > len(facts.shown):
+        notes.append(f"Only the {len(facts.shown)} fastest of {counted(len(facts.groups), 'recipe')} are looked at.")
+    return notes
+
+
+def _latest(facts: Facts, kind: str) -> Iterator[tuple[RecipeRuns, Mapping[str, Any], dict[str, Any]]]:
+    """For each recipe, a run with rows of this kind, done if one is, and the latest of these rows."""
+    for group, _ in facts.shown:
+        begun = sorted((row for row in group.rows if row["step"]), key=lambda row: row["outcome"] != "done")
+        found = ((row, own[-1]) for row in begun if (own := facts.metrics(row, kind)))
+        for row, newest in itertools.islice(found, 1):
+            yield group, row, newest
 
 
 _BREAKDOWN = "breakdown/"
 
 
-def measured_splits(facts: Facts) -> list[bars.StepSplit]:
+def measured_splits(facts: Facts) -> list[bars.StackedBar]:
     """The parts of a step for runs with `profiler=breakdown`, from their latest window."""
     splits = []
-    for group, _ in facts.shown:
-        windows = ((row, facts.metrics(row, "breakdown")) for row in group.rows if row["step"])
-        row, own = next(((row, own) for row, own in windows if own), ({}, [{}]))
+    for group, row, newest in _latest(facts, "breakdown"):
         seconds = {
             name: float(value)
-            for name, value in own[-1].items()
+            for name, value in newest.items()
             if name.startswith(_BREAKDOWN) and isinstance(value, int | float) and value > 0
         }
         seconds.pop(f"{_BREAKDOWN}step(s)", None)
@@ -262,20 +289,93 @@ def measured_splits(facts: Facts) -> list[bars.StepSplit]:
                 name.removeprefix(_BREAKDOWN).removesuffix("(s)").removeprefix("exposed_"): value
                 for name, value in seconds.items()
             }
-            splits.append(bars.StepSplit(run=str(row["run"]), label=group.label, seconds=parts, columns=list(seconds)))
+            splits.append(bars.StackedBar(run=str(row["run"]), label=group.label, parts=parts, columns=list(seconds)))
     return splits
 
 
-def estimated_splits(facts: Facts) -> list[bars.StepSplit]:
+def estimated_splits(facts: Facts) -> list[bars.StackedBar]:
     """The planner's parts of a step, for the recipes whose machine it knows."""
     splits = []
     for group, row in facts.shown:
         if (recipe := _recipe(facts, row)) is not None:
             with contextlib.suppress(*_UNUSABLE):
                 parts, run = dict(step_time(recipe, machine_of(recipe)).parts), str(row["run"])
-                split = bars.StepSplit(run=run, label=group.label, seconds=parts, columns=["config.yaml"])
+                split = bars.StackedBar(run=run, label=group.label, parts=parts, columns=["config.yaml"])
                 splits.append(replace(split, is_measured=False))
     return splits
+
+
+def measured_memory(facts: Facts) -> list[bars.StackedBar]:
+    """The items of memory in GiB for runs with `profiler=breakdown`: of the rank that needs most."""
+    splits = []
+    for group, row, newest in _latest(facts, BY_ITEM):
+        columns = {item: item_metric(item) for item in (*ITEMS, REST)}
+        parts = {item: newest.get(column) for item, column in columns.items()}
+        if all(isinstance(size, int | float) and size >= 0 for size in parts.values()):
+            own = {item: float(size or 0.0) for item, size in parts.items()}
+            splits.append(
+                bars.StackedBar(run=str(row["run"]), label=group.label, parts=own, columns=list(columns.values()))
+            )
+    return splits
+
+
+def declared_memory(facts: Facts) -> list[bars.StackedBar]:
+    """The planner's items in GiB, for the recipes whose machine it knows; `rest` is what is beside tensors."""
+    splits = []
+    for group, row in facts.shown:
+        if (recipe := _recipe(facts, row)) is not None:
+            with contextlib.suppress(*_UNUSABLE):
+                most, machine = most_memory(recipe), machine_of(recipe)
+                items = {"optimizer state" if item == "optimizer" else item: size for item, size in most.items.items()}
+                items[REST] = max(0, int(reserved_bytes(recipe, machine, most)) - most.allocated)
+                parts = {item: size / 2**30 for item, size in items.items() if size}
+                split = bars.StackedBar(run=str(row["run"]), label=group.label, parts=parts, columns=["config.yaml"])
+                splits.append(replace(split, is_measured=False))
+    return splits
+
+
+def memory_text(facts: Facts) -> str:
+    """The items of the fastest recipe, for the first box; empty: unknown."""
+    for splits_of, word in ((measured_memory, ""), (declared_memory, ", declared")):
+        for split in splits_of(facts):
+            if facts.best is not None and split.run in (row["run"] for row in facts.best.rows):
+                items = ", ".join(f"{item} {significant(size, 3)}" for item, size in split.parts.items())
+                return f"{significant(sum(split.parts.values()), 3)} GiB{word}: {items}"
+    return ""
+
+
+def _memory(facts: Facts) -> Section:
+    measured, declared = measured_memory(facts), declared_memory(facts)
+    splits = measured or declared
+    title = "Memory by item" + ("" if measured else " (declared)")
+    if not splits:
+        return Section(id="memory", title=title, texts=["Neither measured nor declared for any recipe."])
+    items = [item for item in bars.MEMORY_ITEMS if any(item in split.parts for split in (*measured, *declared))]
+    caption = (
+        "Measured before the first window of profiler=breakdown, on the rank that needs most: parameters, gradients "
+        "and optimizer state before an update; the rest is what the peak has beyond these: activations, gathered "
+        "parameters, buffers, and on a CPU the process. "
+        if measured
+        else "No run has measured it. "
+    )
+    rows = [
+        [split.label, "measured" if split.is_measured else "declared", *(split.parts.get(item) for item in items)]
+        for group, _ in facts.shown
+        for split in (*measured, *declared)
+        if split.label == group.label and split.run in (row["run"] for row in group.rows)
+    ]
+    return Section(
+        id="memory",
+        title=title,
+        figure=bars.memory_items(splits),
+        caption=caption + "Declared is the planner's account at the moment of a step when the sum is largest; its rest "
+        "is what is beside tensors.",
+        description=f"Stacked bars of the items of memory. {_largest_parts(splits, str)}.",
+        columns=sorted({column for split in splits for column in split.columns}),
+        values=_values_of(splits, "GiB by item", {item: item for item in items}),
+        notes=_without_bar(facts, splits),
+        tables=[table("Items of memory in GiB: measured, and declared by the planner", ["recipe", "", *items], rows)],
+    )
 
 
 def _loss(facts: Facts) -> Section:

@@ -15,7 +15,7 @@ from titanlab.errors import ConfigError
 from titanlab.report.facts import Facts, checked, moment
 from titanlab.report.figures.style import printable
 from titanlab.report.frames import folder_of
-from titanlab.report.panels import Section, figure_sections, speed_text
+from titanlab.report.panels import Section, figure_sections, memory_text, speed_text
 from titanlab.report.sections import sections_of
 from titanlab.report.stories import scaling_texts, story_sections
 from titanlab.sweep import SweepFolder, SweepTable, notes_of, sentence_of, state_counts
@@ -189,6 +189,7 @@ def _facts(facts: Facts) -> list[tuple[str, str]]:
         ("notes", facts.sweep.notes() or _few({str(row["notes"]) for row in facts.runs if row["notes"]})),
         ("fastest", speed),
         ("scaling efficiency", "; ".join(scaling_texts(facts))),
+        ("memory by item", memory_text(facts)),
         ("GPU-hours" if on_gpus else "process-hours", significant(hours, 3) if hours > 0 else ""),
         ("runs", state_counts(facts.rows).removeprefix(f"{counted(len(facts.runs), 'run')}: ")),
         ("recipes", grouped(len(facts.groups)) if facts.groups else ""),

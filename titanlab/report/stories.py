@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titanlab.report.analyses import scaling_families
+from titanlab.report.analyses import scaling_families, scaling_key
 from titanlab.report.facts import Facts
 from titanlab.report.figures import bars, growth
 from titanlab.report.panels import Section, by_run, listed, table
-from titanlab.sweep import POINT, RecipeRuns
+from titanlab.sweep import POINT, RecipeRuns, state_word
 from titanlab.system import grouped, significant
 
 # Columns that follow the length of sequences; the batch and the layout change with it.
@@ -24,24 +26,32 @@ def story_sections(facts: Facts) -> list[Section]:
 
 
 def _stack(facts: Facts) -> list[Section]:
-    steps = facts.speeds.steps
-    if not steps:
+    entries = [entry for entry in facts.speeds.entries if entry.group.rows[0].get("stack_step") is not None]
+    if len(entries) < 2:
         return []
+    entries.sort(key=lambda entry: entry.group.rows[0]["stack_step"])
+    steps = {step.entry.label: step for step in facts.speeds.steps}
     # Beside a bar there is room for the numbers only.
-    gains = {step.entry.label: step.gain_text.partition(", ")[0].replace("95% interval ", "") for step in steps}
-    shown = [steps[0].before.group, *(step.entry.group for step in steps)]
-    rows = [[shown[0].label, _whole(shown[0].typical("tokens_per_second")), "", ""]]
-    rows += [[step.entry.label, _whole(step.entry.centre), step.before.label, step.gain_text] for step in steps]
-    clauses = [f"{step.entry.label} {step.gain_text}" for step in steps]
+    gains = {
+        label: step.gain_text.partition(", ")[0].replace("95% interval ", "") + ("" if step.is_next else " in all")
+        for label, step in steps.items()
+    }
+    rows = []
+    for entry in entries:
+        step, first = steps.get(entry.label), "" if entry.left_out is None else f"no place: {entry.left_out}"
+        gain = [step.before.label, step.gain_text] if step is not None else ["", first]
+        rows.append([entry.label, _whole(entry.group.typical("tokens_per_second")), *gain])
+    clauses = [f"{label} {step.gain_text}" for label, step in steps.items()]
     columns = ["tokens_per_second", "stack_step"]
     return [
         Section(
             id="stack",
             title="What each step adds",
-            figure=bars.stack_steps(shown, gains, facts.bands),
+            figure=bars.stack_steps([entry.group for entry in entries if entry.left_out is None], gains, facts.bands),
             caption="A bar is a recipe: it has the techniques of those above it, and one more. The text is its gain "
-            "over the one before, with the interval of 95 %. Failed, emulated and oversubscribed recipes have no bar.",
-            description=f"Bars of tokens per second by step. {listed(clauses)}.",
+            "over the one before, with the interval of 95 %. Failed, emulated and oversubscribed recipes have no bar; "
+            "the gain after one of them is that of both steps in all.",
+            description=f"Bars of tokens per second by step. {listed(clauses) or 'No step can be compared'}.",
             columns=columns,
             values=by_run("Speed of every run", facts.runs, columns),
             tables=[table("Steps", ["step", "tokens/s per device", "against", "gain"], rows)],
@@ -65,8 +75,18 @@ def scaling_series(facts: Facts) -> dict[str, list[dict[str, Any]]]:
     return series
 
 
+def _unmeasured(facts: Facts, name: str, family: Sequence[Mapping[str, Any]]) -> list[RecipeRuns]:
+    """The recipes that a series lacks, because no run of them is done."""
+    weak = name.startswith("weak")
+    key = scaling_key(family[0]["group"], weak=weak)
+    compared = (group for group in facts.groups if not group.is_control and group.rows[0]["global_batch"])
+    return [
+        group for group in compared if not group.typical("tokens_per_second") and scaling_key(group, weak=weak) == key
+    ]
+
+
 def scaling_texts(facts: Facts) -> list[str]:
-    """The efficiency of the most devices in each series: `weak: 91% on 512, of 8`."""
+    """The efficiency of the most devices in each series: `weak: 91% on 512, of 8; none on 64`."""
     series = scaling_series(facts)
     kinds = [name.partition(",")[0] for name in series]
     texts = []
@@ -74,7 +94,9 @@ def scaling_texts(facts: Facts) -> list[str]:
         sound = [row for row in family if row["group"].has_speed]
         last = max(sound, key=lambda row: (row["world"], row["tokens_per_second"]))
         efficiency = f"{last['efficiency_percent']:.0f}% on {last['world']}, of {family[0]['world']}"
-        texts.append(f"{kind if kinds.count(kind) == 1 else name}: {efficiency}")
+        lacking = sorted({group.world for group in _unmeasured(facts, name, family)} - {row["world"] for row in sound})
+        none = f" (no run done on {', '.join(map(grouped, lacking))})" if lacking else ""
+        texts.append(f"{kind if kinds.count(kind) == 1 else name}: {efficiency}{none}")
     return texts
 
 
@@ -94,6 +116,9 @@ def _scaling(facts: Facts) -> list[Section]:
             )
             for row in family
         ]
+        points[name] += [
+            growth.GrowthPoint(group=group, size=group.world, value=None) for group in _unmeasured(facts, name, family)
+        ]
     rows = [
         [
             name,
@@ -103,9 +128,16 @@ def _scaling(facts: Facts) -> list[Section]:
             _whole(row["tokens_per_second_all"]),
             row["speedup"],
             row["efficiency_percent"],
+            _ends(row["group"]),
         ]
         for name, family in series.items()
         for row in family
+    ]
+    rows += [
+        [name, point.group.label, point.size, *([None] * 4), _ends(point.group)]
+        for name, members in points.items()
+        for point in members
+        if point.value is None
     ]
     headings = [
         "scaling",
@@ -115,6 +147,7 @@ def _scaling(facts: Facts) -> list[Section]:
         "tokens/s in all",
         "times as fast",
         "efficiency %",
+        "outcomes",
     ]
     columns = ["tokens_per_second", "world", "global_batch", "oversubscribed"]
     panel = growth.GrowthPanel(
@@ -127,13 +160,24 @@ def _scaling(facts: Facts) -> list[Section]:
             figure=growth.growth("scaling efficiency", "devices", [panel]),
             caption="100 %: twice the devices do twice the tokens per second. Weak: the same batch a device; strong: "
             "the same batch in all. A line joins the fastest recipes of each number of devices; a bar is the interval "
-            f"of 95 % of a recipe's own mean.{_HOLLOW}",
+            f"of 95 % of a recipe's own mean.{_HOLLOW}{_crosses(points)}",
             description=f"Lines of scaling efficiency. {listed(scaling_texts(facts))}.",
             columns=columns,
             values=by_run("Speed of every run", facts.runs, columns),
             tables=[table("Scaling", headings, rows)],
         )
     ]
+
+
+def _ends(group: RecipeRuns) -> str:
+    """How the runs ended: `2 done, 1 oom`."""
+    return ", ".join(f"{count} {name}" for name, count in Counter(map(state_word, group.rows)).items())
+
+
+def _crosses(series: Mapping[str, Sequence[growth.GrowthPoint]]) -> str:
+    """What crosses mean, if there are any."""
+    is_crossed = any(point.value is None for points in series.values() for point in points)
+    return " A cross is a recipe of which no run is done: the line has a gap there." if is_crossed else ""
 
 
 def _whole(speed: float | None) -> float | None:
@@ -147,11 +191,12 @@ def _scaled(band: tuple[float, float] | None, base: float) -> tuple[float, float
 
 def _context(facts: Facts) -> list[Section]:
     compared = [group for group in facts.groups if not group.is_control and group.rows[0]["seq_len"]]
-    measured = [group for group in compared if group.typical("tokens_per_second")]
-    if len({group.rows[0]["seq_len"] for group in measured}) < 2:
+    if len({group.rows[0]["seq_len"] for group in compared}) < 2:
+        return []
+    if not any(group.typical("tokens_per_second") for group in compared):
         return []
     series: dict[str, list[RecipeRuns]] = {}
-    for group in measured:
+    for group in compared:
         series.setdefault(_family(group), []).append(group)
     panels = [
         growth.GrowthPanel(
@@ -162,11 +207,10 @@ def _context(facts: Facts) -> list[Section]:
                     growth.GrowthPoint(
                         group=group,
                         size=group.rows[0]["seq_len"],
-                        value=value,
+                        value=group.typical(column),
                         band=facts.bands.get(group.label) if is_speed else None,
                     )
                     for group in members
-                    if (value := group.typical(column)) is not None
                 ]
                 for name, members in series.items()
             },
@@ -177,29 +221,37 @@ def _context(facts: Facts) -> list[Section]:
             ("memory_gib", "GiB at the peak", False),
         )
     ]
-    ordered = sorted(measured, key=lambda group: group.rows[0]["seq_len"])
+    ordered = sorted(compared, key=lambda group: group.rows[0]["seq_len"])
     rows = [
         [
             group.label,
             group.rows[0]["seq_len"],
             group.rows[0]["layout.context"],
             *(_whole(group.typical(panel.column)) for panel in panels),
+            _ends(group),
         ]
         for group in ordered
     ]
     columns = ["seq_len", "layout.context", "tokens_per_second", "memory_gib"]
-    clauses = [f"{grouped(size)} tokens: {significant(speed, 4)} tokens/s per device" for _, size, _, speed, _ in rows]
+    clauses = [
+        f"{grouped(size)} tokens: " + (ends if speed is None else f"{significant(speed, 4)} tokens/s per device")
+        for _, size, _, speed, _, ends in rows
+    ]
     return [
         Section(
             id="context",
             title="Speed and memory against the length of sequences",
             figure=growth.growth("length of sequences", "tokens of a sequence", panels),
-            caption="A line joins the best recipes of each length." + _HOLLOW,
+            caption="A line joins the best recipes of each length." + _HOLLOW + _crosses(panels[0].series),
             description=f"Lines of speed and memory by length. {listed(clauses)}.",
             columns=columns,
             values=by_run("Speed and memory of every run", facts.runs, columns),
             tables=[
-                table("By length", ["recipe", "tokens of a sequence", "context", "tokens/s per device", "GiB"], rows)
+                table(
+                    "By length",
+                    ["recipe", "tokens of a sequence", "context", "tokens/s per device", "GiB", "outcomes"],
+                    rows,
+                )
             ],
         )
     ]

@@ -89,7 +89,12 @@ class Study:
 
 
 def plan_study(
-    arguments: Sequence[str], *, whole: bool = False, loader: Loader | None = None, elsewhere: bool = False
+    arguments: Sequence[str],
+    *,
+    whole: bool = False,
+    loader: Loader | None = None,
+    elsewhere: bool = False,
+    measured: bool = False,
 ) -> Study:
     """Plan the sweep of a command line, without its data (see `with_data`). Nothing is written.
 
@@ -97,11 +102,12 @@ def plan_study(
         whole: raise an error if any point cannot run, unless a condition drops it.
         loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
         elsewhere: the runs are not for this host, so that its devices, memory and files do not matter.
+        measured: three steps of each run have `profiler=breakdown`, unless anything says which profiler.
 
     Raises:
         ConfigError: the sweep is wrong, or none of its points can run.
     """
-    request = read_request(arguments, loader)
+    request = read_request(arguments, loader, measured=measured)
     composer = Composer(request.loader, request.points)
     checks = Checks(elsewhere=elsewhere)
 

@@ -224,6 +224,17 @@ class StackStep:
         return self.interval_percent[0] <= 0 <= self.interval_percent[1]
 
     @property
+    def is_next(self) -> bool:
+        """Whether no step between the two has no place, as one that failed."""
+        steps = [entry.group.rows[0]["stack_step"] for entry in (self.before, self.entry)]
+        return bool(steps[1] == steps[0] + 1)
+
+    @property
+    def name(self) -> str:
+        """The step; also over which one it gains, if that is not the one before."""
+        return self.entry.label if self.is_next else f"{self.entry.label} over {self.before.label}"
+
+    @property
     def is_worse(self) -> bool:
         """Whether it is worse by more than noise."""
         return self.interval_percent is not None and self.interval_percent[1] < 0
@@ -456,7 +467,7 @@ def percent(value: float) -> str:
 
 def sentence_of(ranking: SweepRanking) -> str:
     """The answer in one sentence: who is the best and by how much, or why nobody can be named; which step is a loss."""
-    losses = [f"{step.entry.label} {step.gain_text}" for step in ranking.steps if step.is_worse]
+    losses = [f"{step.name} {step.gain_text}" for step in ranking.steps if step.is_worse]
     if not losses:
         return _answer(ranking)
     return f"{_answer(ranking).removesuffix('.')}; worse than the step before: {', '.join(losses)}."
@@ -583,7 +594,7 @@ def ranking_lines(ranking: SweepRanking) -> list[str]:
         lines += [f"  {line}" for line in aligned(HEADINGS, cells, right=_FIGURES)]
     if ranking.steps:
         lines.append(f"Steps, each against the one before it, from {ranking.steps[0].before.label}:")
-        lines += [f"  {step.entry.label}: {step.gain_text}" for step in ranking.steps]
+        lines += [f"  {step.name}: {step.gain_text}" for step in ranking.steps]
     lines += notes_of(ranking)
     if ranking.left_out:
         lines.append(f"left out: {counted(len(ranking.left_out), 'recipe')}")

@@ -44,6 +44,8 @@ from titanlab.techniques.tracker.trackers_schema import choice_for_sweeps
 CONTROL = "control"
 _REPEATS = "repeats"
 _TRACKER = "tracker"
+_PROFILER = "profiler"
+_BREAKDOWN = ("profiler=breakdown", "profiler.every=0")
 _EXAMPLE = "try control: {}, the recipe without the sweep's changes, or control: {ac: none}"
 # Keys with one value for the whole sweep.
 _OF_THE_SWEEP = ("sweep", "runs", "sweeps", "notes")
@@ -82,10 +84,11 @@ class Request:
         return {"overrides": overrides, "space": self.space, "where": where, "repeats": self.repeats, **control}
 
 
-def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Request:
+def read_request(arguments: Sequence[str], loader: Loader | None = None, *, measured: bool = False) -> Request:
     """Read the arguments of a verb that takes many recipes, and the sweep's file if they name one.
 
     Args:
+        measured: see `plan_study`.
         loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
 
     Raises:
@@ -121,11 +124,7 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
         rule = f"of {len(points)} points each are more runs than {LIMIT}"
         raise ConfigError(_REPEATS, repeats, rule, "take some values out, or repeat less often")
     control, swept = read_control(settings["control"]), keys_of(points)
-    notices = []
-    if is_sweep and _TRACKER not in (*swept, *(control or {})) and not loader.chooses(_TRACKER):
-        option, notice = choice_for_sweeps(os.environ)
-        loader.defaults = (f"{_TRACKER}={option}",)
-        notices = [notice] if notice else []
+    notices = _choose_defaults(loader, points, control, measured=measured) if is_sweep else []
     request = Request(
         loader=loader,
         points=points,
@@ -149,6 +148,23 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None) -> Requ
             raise ConfigError(key, value, rule, cure)
     _check_keys(request)
     return request
+
+
+def _choose_defaults(
+    loader: Loader, points: Sequence[Values], control: Values | None, *, measured: bool
+) -> Sequence[str]:
+    """Give the loader the options that a sweep has unless anything chooses others. Returns what the user must know."""
+    swept = {key.partition(".")[0] for key in (*keys_of(points), *(control or {}))}
+    # A recipe of the space may choose options too.
+    recipes = sorted({f"+recipe={point['recipe']}" for point in points if "recipe" in point})
+    notices = []
+    if _TRACKER not in swept and not loader.chooses(_TRACKER, recipes):
+        option, notice = choice_for_sweeps(os.environ)
+        loader.defaults += (f"{_TRACKER}={option}",)
+        notices = [notice] if notice else []
+    if measured and _PROFILER not in swept and not loader.chooses(_PROFILER, recipes):
+        loader.defaults += _BREAKDOWN
+    return notices
 
 
 def _check_plugins(base: DictConfig) -> None:

@@ -30,7 +30,7 @@ from titanlab.recipe import Cluster
 from titanlab.system import trimmed
 from titanlab.techniques.model.mixture_of_experts import Auxiliary, Router
 from titanlab.techniques.precision.cast import LossScale, ScaledStep
-from titanlab.techniques.profiler.memory import peak_resident_bytes
+from titanlab.techniques.profiler.held import peak_resident_bytes
 
 STOPS = tuple(map(int, STOP_SIGNALS))
 

@@ -6,7 +6,7 @@ from matplotlib.colors import to_hex
 from tests.sweep.table.plain import row
 from titanlab.costs.meter import LOSS, TOKENS_SEEN
 from titanlab.report import figures
-from titanlab.report.figures.bars import StepSplit, memory_by_layout, outcomes, step_time_split, throughput_by_layout
+from titanlab.report.figures.bars import StackedBar, memory_by_layout, outcomes, step_time_split, throughput_by_layout
 from titanlab.report.figures.over_time import loss_by_tokens
 from titanlab.report.figures.scatter import pareto, points_of
 from titanlab.report.figures.style import recipe_colours
@@ -202,8 +202,8 @@ def test_bad_ends_differ_in_black_and_white(kind, hatch):
 def test_parts_are_stacked_and_estimates_say_so():
     parts = {"forward": 0.2, "backward": 0.4, "shard": 0.1, "data": 0.0, "strange": 0.05}
     splits = [
-        StepSplit(run="a", label="dp_s2", seconds=parts, columns=["breakdown/forward(s)"]),
-        StepSplit(run="b", label="tp2", seconds={"compute": 0.5}, columns=["config.yaml"], is_measured=False),
+        StackedBar(run="a", label="dp_s2", parts=parts, columns=["breakdown/forward(s)"]),
+        StackedBar(run="b", label="tp2", parts={"compute": 0.5}, columns=["config.yaml"], is_measured=False),
     ]
     figure = step_time_split(splits)
     assert {mark.text for mark in figure.marks.values()} == {

@@ -13,7 +13,7 @@ from tests.sweep.studies import SLURM, seeds, study
 from titanlab.data import source
 from titanlab.errors import ConfigError
 from titanlab.plan import MEMORY_ERROR, Estimate
-from titanlab.sweep import decide, fitting, plan_lines, submit
+from titanlab.sweep import decide, fitting, plan_lines, plan_study, submit
 from titanlab.sweep import plan as studies
 from titanlab.techniques.tracker.trackers_schema import Wandb
 
@@ -55,6 +55,33 @@ def test_the_command_line_adds_to_a_files_space(tmp_path):
     ]
     assert {each.recipe.training.steps for each in found.planned} == {5}
     assert found.definition["overrides"] == ["+sweeps=mine", "training.steps=5"]
+
+
+@pytest.mark.parametrize(
+    ("given", "in_file", "kinds"),
+    [
+        ((), None, {"breakdown"}),
+        (("profiler=off",), None, {"off"}),
+        (("profiler=trace",), None, {"trace"}),
+        ((), "off", {"off"}),
+        ((), "memory", {"memory"}),
+        # A profiler makes no other run.
+        (("profiler=off,rates",), None, {"off"}),
+    ],
+)
+def test_runs_of_a_sweep_measure_the_parts_of_a_step_unless_anything_says_which_profiler(
+    tmp_path, given, in_file, kinds
+):
+    text = sweep_text({"product": {"seed": [0, 1]}})
+    if in_file is not None:
+        text = text.replace("defaults:\n", f'defaults:\n  - override /profiler: "{in_file}"\n')
+    arguments = [*write_sweep(tmp_path, text), *given]
+    measured, plain = plan_study(arguments, measured=True), plan_study(arguments)
+    assert {each.recipe.profiler.kind for each in measured.planned} == kinds
+    assert {each.recipe.profiler.every for each in measured.planned if each.recipe.profiler.kind == "breakdown"} <= {0}
+    # The runs are the same ones, and the sweep's definition has what the user has given.
+    assert [each.identity for each in measured.planned] == [each.identity for each in plain.planned]
+    assert measured.definition == plain.definition
 
 
 def test_hydras_own_sweeps_are_a_product():

@@ -200,51 +200,84 @@ _LOOKS: Mapping[str, tuple[str, str | None]] = {
 COMMUNICATION = ("replicate", "shard", "tensor", "context", "pipeline", "expert")
 
 
+# Items of memory; `rest` is what the peak has beyond the others.
+_MEMORY_LOOKS: Mapping[str, tuple[str, str | None]] = {
+    "parameters": (style.BLUE, None),
+    "gradients": (style.SKY, None),
+    "optimizer state": (style.GREEN, None),
+    "activations": (style.ORANGE, None),
+    "backward of a block": (style.ORANGE, "//"),
+    "gathered parameters": (style.BLUE, "//"),
+    "unreduced gradients": (style.SKY, "//"),
+    "logits and loss": (style.PURPLE, None),
+    "communication buffers": (style.RED, None),
+    "rest": (style.GREY, None),
+}
+MEMORY_ITEMS = tuple(_MEMORY_LOOKS)
+
+
 @dataclass(frozen=True, kw_only=True)
-class StepSplit:
-    """The parts of one run's step.
+class StackedBar:
+    """What a figure of one run consists of: the seconds of its step, or the GiB of its memory.
 
     Attributes:
-        seconds: by part; an axis stands for its exposed communication.
+        parts: by name; in a step an axis stands for its exposed communication.
         is_measured: False: an estimate of the planner.
     """
 
     run: str
     label: str
-    seconds: Mapping[str, float]
+    parts: Mapping[str, float]
     columns: Sequence[str] = field(default=())
     is_measured: bool = True
 
 
-def step_time_split(splits: Sequence[StepSplit]) -> TracedFigure:
+def step_time_split(splits: Sequence[StackedBar]) -> TracedFigure:
     """Stacked bars of a step's seconds, one bar for each recipe; estimates are labelled as such."""
+    return _stacked(splits, "time of a step", "seconds of a step", _LOOKS, part_name, short_span)
+
+
+def memory_items(splits: Sequence[StackedBar]) -> TracedFigure:
+    """Stacked bars of the items of memory in GiB, one bar for each recipe; estimates are labelled as such."""
+    label = "GiB at the peak, of the rank that needs most"
+    return _stacked(splits, "memory by item", label, _MEMORY_LOOKS, str, lambda size: f"{significant(size, 3)} GiB")
+
+
+def _stacked(
+    splits: Sequence[StackedBar],
+    title: str,
+    label: str,
+    looks: Mapping[str, tuple[str, str | None]],
+    name_of: Callable[[str], str],
+    text_of: Callable[[float], str],
+) -> TracedFigure:
     is_measured = any(split.is_measured for split in splits)
-    title = "time of a step" if is_measured else "time of a step, estimated"
-    figure, axis = style.new_bars(len(splits), title, above=style.FRAME + 0.3)
-    order = [name for name in _LOOKS if any(split.seconds.get(name) for split in splits)]
-    order += sorted({name for split in splits for name, value in split.seconds.items() if value} - {*_LOOKS})
-    longest = max((sum(split.seconds.values()) for split in splits), default=0.0) or 1.0
+    heading = title if is_measured else f"{title}, estimated"
+    figure, axis = style.new_bars(len(splits), heading, above=style.FRAME + 0.3)
+    order = [name for name in looks if any(split.parts.get(name) for split in splits)]
+    order += sorted({name for split in splits for name, value in split.parts.items() if value} - {*looks})
+    longest = max((sum(split.parts.values()) for split in splits), default=0.0) or 1.0
     labelled = set[str]()
     for place, split in enumerate(splits):
         left = 0.0
         for name in order:
-            seconds = split.seconds.get(name) or 0.0
-            if seconds <= 0:
+            value = split.parts.get(name) or 0.0
+            if value <= 0:
                 continue
-            colour, hatch = _LOOKS.get(name, (style.GREY, "oo"))
-            text = part_name(name)
+            colour, hatch = looks.get(name, (style.GREY, "oo"))
+            text = name_of(name)
             look: dict[str, Any] = {"facecolor": colour, "hatch": hatch, "edgecolor": style.WHITE, "linewidth": 0.6}
-            label = None if name in labelled else text
-            (bar,) = axis.barh(place, seconds, left=left, height=0.72, label=label, **look)
+            in_legend = None if name in labelled else text
+            (bar,) = axis.barh(place, value, left=left, height=0.72, label=in_legend, **look)
             labelled.add(name)
-            description = f"{split.label}: {text} {short_span(seconds)}{'' if split.is_measured else ', estimated'}"
+            description = f"{split.label}: {text} {text_of(value)}{'' if split.is_measured else ', estimated'}"
             figure.trace(bar, runs=[split.run], columns=split.columns, text=description)
-            left += seconds
-        text = short_span(left) + ("" if split.is_measured else " (estimate)")
+            left += value
+        text = text_of(left) + ("" if split.is_measured else " (estimate)")
         axis.text(left + 0.012 * longest, place, text, va="center", fontsize=8.5, color=style.INK)
     axis.set_xlim(0, longest * 1.25)
     style.label_bars(axis, [split.label for split in splits], len(splits))
-    axis.set_xlabel("seconds of a step")
+    axis.set_xlabel(label)
     if splits:
         style.add_legend(figure, "lower left", ncols=4)
     return figure

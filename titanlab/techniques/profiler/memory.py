@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
-import resource
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from titanlab.dtensor import local_part
 from titanlab.system import trimmed
 from titanlab.techniques.profiler.contract import Profiler
+from titanlab.techniques.profiler.held import consumers, resident_bytes
 from titanlab.techniques.profiler.profilers_schema import Memory
 from titanlab.techniques.profiler.trace import OTHER, PHASES, write_whole
 
@@ -135,19 +131,6 @@ def largest(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {**{metric(name): max(row[name] for row in rows) for name in PHASES}, RANK: rank}
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
-
-
-def peak_resident_bytes() -> int:
-    """Largest resident memory of this process so far. Linux counts kibibytes, macOS bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 _CUDA_ALLOCATED = re.compile(r"([\d.]+) ([KMG])iB is allocated by PyTorch")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
@@ -191,31 +174,6 @@ def _described(error: BaseException) -> str:
     parts = sorted(((size, name) for name, size in sizes.items() if size), reverse=True)
     held = ", ".join(f"{name} {_size(size)}" for size, name in parts)
     return f"{head}; this rank holds: {held}{f'; in the forward of {module}' if module else ''}\n{message}"
-
-
-def consumers() -> dict[str, int]:
-    """Bytes of the parameters, gradients and optimizer state of this process; shared storages count once."""
-    # Not isinstance: it reads `__class__` of lazy proxies, which may import their libraries.
-    tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
-    optimizers = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
-    # Here isinstance: a parameter that is a DTensor has the type DTensor.
-    parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
-    gradients = [parameter.grad for parameter in parameters]
-    kinds: dict[str, list[Any]] = {"parameters": parameters, "gradients": gradients, "optimizer state": states}
-    sizes, seen = dict.fromkeys(kinds, 0), set[int]()
-    for name, values in kinds.items():
-        for value in values:
-            # Some kinds of tensors have no storage.
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                local = local_part(value)
-                if not isinstance(local, torch.Tensor) or local.device.type == "meta":
-                    continue
-                storage = local.untyped_storage()
-                if storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
-                    sizes[name] += storage.nbytes()
-    return sizes
 
 
 def _size(count: int) -> str:

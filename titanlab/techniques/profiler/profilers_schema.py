@@ -106,6 +106,16 @@ class Breakdown(Windows):
         return BreakdownProfiler(self)
 
 
+# What memory holds, in rows of this kind. `rest` is what the peak of a rank has beyond the items.
+BY_ITEM, ITEM_RANK = "memory_by_item", "memory_by_item/rank"
+ITEMS, REST = ("parameters", "gradients", "optimizer state"), "rest"
+
+
+def item_metric(item: str) -> str:
+    """The name of an item in rows of metrics."""
+    return f"{BY_ITEM}/{item.replace(' ', '_')}(GiB)"
+
+
 # The kind of the profiler's row in metrics.jsonl, and the names of its metrics: FLOP/s and bytes/s; seconds; bytes.
 KIND = "rates"
 PRODUCT, ATTENTION, COPY, POINTWISE = "rates/product", "rates/attention", "rates/copy", "rates/pointwise"

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlab.techniques.profiler import profilers_schema as names
 from titanlab.techniques.profiler.contract import Profiler
-from titanlab.techniques.profiler.memory import peak_resident_bytes
+from titanlab.techniques.profiler.held import peak_resident_bytes
 from titanlab.techniques.profiler.profilers_schema import Rates
 
 # Measurements; the median counts.

@@ -26,7 +26,8 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titanlab.system import refusal
 from titanlab.techniques.profiler.contract import Profiler
-from titanlab.techniques.profiler.profilers_schema import Breakdown, Trace
+from titanlab.techniques.profiler.held import forget_peak, fullest, held, held_line
+from titanlab.techniques.profiler.profilers_schema import BY_ITEM, Breakdown, Trace
 
 PHASE, ISSUE = "titanlab.phase:", "titanlab.issue:"
 PHASES = ("data", "forward", "backward", "optimizer", "checkpoint", "other")
@@ -310,15 +311,26 @@ class TraceProfiler(WindowsProfiler):
 
 
 class BreakdownProfiler(WindowsProfiler):
-    """Reports the mean over ranks of a step's parts after each window."""
+    """Reports the mean over ranks of a step's parts after each window, and after the first what memory holds."""
 
     def __init__(self, config: Breakdown) -> None:
         super().__init__(config)
         self._marks = ExitStack()
         self._closed = False
+        self._held: dict[str, float] = {}
+        self._has_events = False
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._profile is None else record_function(PHASE + name)
+        if self._profile is None:
+            if self._has_events and name == "data":
+                # The events of a window are no part of what a step needs. A GPU's memory has none of them.
+                self._has_events = False
+                forget_peak()
+            return contextlib.nullcontext()
+        if not self._held and name == "optimizer":
+            # In the step of warm-up, when all gradients exist.
+            self._held = held(on_gpu=self._on_gpu)
+        return record_function(PHASE + name)
 
     def after_step(self, step: int) -> None:
         was_recording = self._profile is not None
@@ -327,7 +339,9 @@ class BreakdownProfiler(WindowsProfiler):
             torch.cuda.synchronize()
         super().after_step(step)
         if was_recording and self._profile is None:
+            self._has_events = not self._on_gpu
             self._report(step)
+            self._report_memory(step)
         elif self._profile is not None and not was_recording and not self._on_gpu:
             self._marks.enter_context(self.links.marks_collectives())
 
@@ -366,3 +380,10 @@ class BreakdownProfiler(WindowsProfiler):
         elif self._fault is None:
             lacks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if not found)
             self.links.failed(f"the breakdown of {span}", f"its part is missing on rank {lacks}")
+
+    def _report_memory(self, step: int) -> None:
+        """What the rank that needs most memory held before the window."""
+        of_ranks, self._held = self.links.gather(self._held), {}
+        if all(of_ranks):
+            row = fullest(of_ranks)
+            self.links.report(BY_ITEM, step, row, [held_line(row)])
