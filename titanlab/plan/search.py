@@ -17,7 +17,6 @@ from titanlab.plan.machine import Machine, machine_of, memory_error
 from titanlab.plan.memory import added, stored_pieces
 from titanlab.plan.ranking import NEAR, Ranked, RecipeRanking
 from titanlab.plan.space import LayoutSpace, Vary, choices_of
-from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import StepTime
 from titanlab.ranges import declared_fields
 from titanlab.recipe import Recipe, check_addressable, check_processes, resolve
@@ -251,8 +250,9 @@ class WholeModel:
 
 
 def whole_model(recipe: Recipe) -> WholeModel:
-    whole = added(stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1).values())
-    per_token = training_flops_per_token(model_facts(recipe.model).account, seq_len=recipe.training.seq_len)
+    stored = stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1, freeze=recipe.training.freeze)
+    whole = added(stored.values())
+    per_token = training_flops_per_token(recipe.account, seq_len=recipe.training.seq_len)
     return WholeModel(
         step_flops=per_token * recipe.tokens_per_step,
         model_bytes=whole.parameters,

@@ -82,7 +82,10 @@ class MemoryProfiler(Profiler):
             return []
         if self._rank == 0:
             table = ["layer,forward_gib,backward_gib"]
-            table += [",".join((name, *(f"{peaks.get(f'{name} {p}', 0.0):.6f}" for p in _PASSES))) for name in layers]
+            for name in layers:
+                # A frozen layer may have no backward.
+                own = (peaks.get(f"{name} {each}") for each in _PASSES)
+                table.append(",".join([name, *("" if peak is None else f"{peak:.6f}" for peak in own)]))
             path = self._traces / f"attempt-{self._attempt}-step-{step}.layers.csv"
             write_whole(path, lambda aside: aside.write_text("\n".join(table) + "\n"), self.links.failed)
         shown = ", ".join(f"{name} {peaks[name]:.3g} GiB" for name in sorted(names, key=lambda name: -peaks[name])[:3])
