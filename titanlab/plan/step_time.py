@@ -80,7 +80,7 @@ def step_time(
     if recipe.training.freeze:
         # Blocks may differ: their mean stands for each.
         blocks_of = [piece for name, piece in pieces.items() if is_in_block(name)]
-        block = PieceBytes(*(sum(column) // len(blocks_of) for column in zip(*blocks_of, strict=True)))  # type: ignore[arg-type]
+        block = PieceBytes(*(sum(column) // len(blocks_of) for column in zip(*blocks_of, strict=True)))
     parameters = busiest.blocks * block.trained + sum(piece.trained for piece in others)
     _add_data_parallel(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)

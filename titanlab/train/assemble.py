@@ -479,7 +479,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
     )
     # After the steps that replace parameters, and before FSDP2 and DDP read which ones are trained.
     for name in recipe.account.frozen.intersection(named := dict(model.named_parameters())):
-        named[name].requires_grad_(requires_grad=False)
+        named[name].requires_grad = False
     sharded = _apply_data_parallelism(model, recipe, world, mesh, experts)
     scaled = [parameter for module in experts for parameter in module.parameters()]
     summed = [parameter for name, parameter in model.named_parameters() if name in summands]

@@ -111,7 +111,7 @@ class MemoryProfiler(Profiler):
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model, and its other children, by their paths."""
-    layers = {}
+    layers: dict[str, nn.Module] = {}
     for name, child in model.named_children():
         is_list = name == BLOCKS
         layers |= {f"{name}.{key}": block for key, block in child.named_children()} if is_list else {name: child}

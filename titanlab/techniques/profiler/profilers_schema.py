@@ -24,11 +24,11 @@ class NoProfiling(ProfilerConfig):
 
 
 @combines("profiler")
-class Several(ProfilerConfig):
+class Combined(ProfilerConfig):
     """Profilers that run together, `profiler=[trace,memory]`; each has a field of its option's name."""
 
     def parts(self) -> dict[str, ProfilerConfig]:
-        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "kind"}  # type: ignore[arg-type]
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "kind"}
 
     def check(self, setting: Setting) -> None:
         parts = self.parts()

@@ -333,7 +333,7 @@ class TraceProfiler(WindowsProfiler):
             self.links.report("operators", self._last, row, [text])
 
 
-class Operator(NamedTuple):
+class OperatorTime(NamedTuple):
     """An operator in a profile: without the operators that it calls, in seconds of all steps.
 
     Attributes:
@@ -347,7 +347,7 @@ class Operator(NamedTuple):
     seconds: float
 
 
-def costliest(running: profile) -> list[Operator]:
+def costliest(running: profile) -> list[OperatorTime]:
     """The operators of a profile, the costliest first."""
     found = [
         (event.key, event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
@@ -356,11 +356,11 @@ def costliest(running: profile) -> list[Operator]:
         if event.device_type == DeviceType.CPU and not event.is_user_annotation
     ]
     on_device = any(device for *_, device in found)
-    operators = (Operator(*each, seconds=each[3 if on_device else 2]) for each in found)
+    operators = (OperatorTime(*each, seconds=each[3 if on_device else 2]) for each in found)
     return sorted((each for each in operators if each.seconds > 0), key=lambda each: -each.seconds)
 
 
-def _write_table(operators: Sequence[Operator], path: Path) -> None:
+def _write_table(operators: Sequence[OperatorTime], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("operator", "calls", "host_seconds", "device_seconds"))
