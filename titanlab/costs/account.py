@@ -441,9 +441,7 @@ def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
     Frozen weights have no gradient, which is 2 FLOPs less; pieces without a backward pass only compute forward.
     """
     weights = 6 * (account.active_count - account.embedding_count)
-    of_layer = 12 * account.heads * account.head_dim * seq_len
-    if not account.frozen:
-        return weights + account.layers * of_layer
+    attention = 12 * account.layers * account.heads * account.head_dim * seq_len
     tables = {account.embedding, *account.lookups} - set(account.tied.values())
     idle = tuple(f"{piece}." for piece in account.idle)
     for name in account.frozen - tables:
@@ -451,8 +449,9 @@ def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
         if account.experts is not None and account.is_of_experts(name):
             size = size // account.experts.count * account.experts.active
         weights -= (4 if name.startswith(idle) else 2) * size
-    blocks = sum(map(is_in_block, account.idle))
-    return weights + account.layers * of_layer - blocks * of_layer // 3 * 2
+    # The backward pass of attention is two thirds of it.
+    attention -= attention // 3 * 2 // account.layers * sum(map(is_in_block, account.idle))
+    return weights + attention
 
 
 def forward_flops(operations: Iterable[Operation]) -> int:

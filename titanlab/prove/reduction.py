@@ -388,6 +388,7 @@ def comparable(recipe: Recipe) -> dict[str, Any]:
         "training.seq_len": training.seq_len,
         "training.global_batch": training.global_batch,
         "training.max_grad_norm": training.max_grad_norm,
+        "training.freeze": training.freeze,
         **{f"optimizer.{key}": value for key, value in plain(recipe.optimizer).items()},
         **{f"data.{key}": value for key, value in plain(recipe.data).items()},
         "seed": recipe.seed,
