@@ -9,13 +9,16 @@ import torch
 from tests import tiny
 from tests.prove.parity_rows import SCHEDULES
 from titanlab.checkpoint import checkpoints_of, read_contents
+from titanlab.cli.compose import compose_one
 from titanlab.costs import meter, training_flops_per_token
 from titanlab.errors import ConfigError
-from titanlab.plan import share_of
+from titanlab.plan import for_planning, share_of
+from titanlab.plan.machine import machine_of
 from titanlab.plan.memory import memory, saved_bytes
+from titanlab.plan.step_time import step_time
 from titanlab.prove import tolerances, trace
 from titanlab.prove.parity import compare
-from titanlab.recipe import from_mapping, to_mapping
+from titanlab.recipe import from_mapping, read_flags, to_mapping
 from titanlab.records import identify
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing
 from titanlab.techniques.model.llama_schema import Qwen3Moe
@@ -199,6 +202,18 @@ def test_the_planner_knows_what_is_not_trained(tmp_path):
     assert training_flops_per_token(whole.account, seq_len=32) - 2 * of_block == training_flops_per_token(
         behind, seq_len=32
     )
+
+
+def test_a_step_takes_less_time_by_the_flops_that_it_lacks():
+    times = []
+    for freeze in ("[]", "[tok_embeddings,layers.?,layers.1?]", "[attention]"):
+        given = ("+recipe=llama3_1_8b_8gpus", "cluster=h100", f"training.freeze={freeze}")
+        recipe = for_planning(compose_one(read_flags(given))[1], stands=True)
+        times.append(step_time(recipe, machine_of(recipe)))
+    whole, upper, others = times
+    assert upper.seconds < 0.65 * whole.seconds
+    assert upper.mfu == pytest.approx(whole.mfu, abs=0.02)
+    assert 0.85 * whole.seconds < others.seconds < 0.97 * whole.seconds
 
 
 @pytest.mark.full

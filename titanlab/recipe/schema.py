@@ -56,7 +56,7 @@ class Training:
         default=AUTO,
         metadata={"before": 0, "least": AUTO, "cure": "try 1024, 0 for whole logits, or -1 to choose by their size"},
     )
-    freeze: tuple[str, ...] = field(default=(), metadata={"before": (), **NOT_PRICED})
+    freeze: tuple[str, ...] = field(default=(), metadata={"before": ()})
     max_grad_norm: float | None = field(default=1.0, metadata={"positive": True, "cure": "try 1.0, or null"})
     deterministic: bool = field(default=False, metadata=NOT_PRICED)
     validate_every: int = field(default=0, metadata={**NEITHER, "least": 0})
