@@ -47,6 +47,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "precision.reduce": ("bf16", "fp16"),
     "precision.skip": (("output", "wk"),),
     "ac.saved": (("aten.mm.default",),),
+    "training.freeze": (("layers.0",),),
 }
 
 

@@ -23,7 +23,7 @@ from titanlab.plan.block_time import TRANSPOSED, RankWork, exposed, model_time, 
 from titanlab.plan.machine import AxisPlacement, Efficiencies
 from titanlab.plan.search import not_priced
 from titanlab.plan.stages import model_facts
-from titanlab.plan.step_time import freed_and_kept, sharding_of, step_time
+from titanlab.plan.step_time import sharding_of, step_time
 from titanlab.recipe import repeats_in_block, step_of
 from titanlab.techniques.ac.recomputation_schema import FullCheckpointing, NoCheckpointing, SelectiveLayer, SelectiveOp
 from titanlab.techniques.model.llama_schema import Llama, Qwen3Moe
@@ -434,7 +434,8 @@ def test_bytes_are_those_of_the_formulas(recipe):
     layers, edges = recipe.model.layers, (*facts.before, *facts.after)
     expected = step_traffic(step_of(recipe), Coordinate())
     block, rest = sharding_of(step, (facts.block,), machine), sharding_of(step, edges, machine)
-    freed, kept = freed_and_kept(layers, reshards=recipe.parallelism.frees_after_forward)
+    freed = recipe.parallelism.freed_blocks(layers)
+    kept = layers - freed
     gathers = 2 * recipe.microbatches * freed + kept
     fsdp = [row for row in expected if row.axis.startswith("shard")]
     gathered = next(row.bytes for row in fsdp if row.kind == "all_gather")

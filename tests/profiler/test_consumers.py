@@ -167,6 +167,7 @@ def test_on_a_gpu_snapshots_are_written_on_a_schedule_and_at_out_of_memory(tmp_p
             gather=lambda value: [value],
             report=lambda kind, step, row, lines: reported.append((kind, step, row[metric("forward")])),
             failed=lambda what, reason: pytest.fail(f"{what}: {reason}"),
+            model=torch.nn.Module(),
         )
     )
     profiler.start(tmp_path, rank=1, attempt=2, on_gpu=True)

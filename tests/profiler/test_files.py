@@ -87,7 +87,9 @@ def test_a_rank_that_does_not_log_writes_the_line_into_its_own_log(tmp_path, mon
     monkeypatch.setattr(train, "axis_groups", lambda mesh: {})
     world = World(rank=1, world=2, local_rank=1, device=torch.device("cpu"))
     profiler = NoProfiler()
-    with train.profiled(profiler, SimpleNamespace(traces=tmp_path), world, None, Recorder(), attempt=1):
+    with train.profiled(
+        profiler, SimpleNamespace(traces=tmp_path), world, None, Recorder(), attempt=1, model=torch.nn.Module()
+    ):
         profiler.links.failed("the trace", ValueError("first\nsecond"))
     line = "warning: the trace is not written: ValueError: first; training goes on\n"
     assert capsys.readouterr().err == line
@@ -151,6 +153,7 @@ def test_a_snapshot_of_memory_that_cannot_be_written_leaves_a_warning(tmp_path, 
             gather=lambda value: [value],
             report=lambda kind, step, row, lines: None,
             failed=lambda what, error: failures.append(what),
+            model=torch.nn.Module(),
         )
     )
     profiler.start(traces, rank=0, attempt=1, on_gpu=True)

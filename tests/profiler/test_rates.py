@@ -53,6 +53,7 @@ def linked(reported, others=()):
         gather=lambda own: [own, *({**own, **other} for other in others)],
         report=lambda kind, step, metrics, lines: reported.append((kind, step, dict(metrics))),
         failed=lambda what, reason: pytest.fail(f"{what}: {reason}"),
+        model=torch.nn.Module(),
     )
 
 

@@ -1,14 +1,19 @@
 """Profilers that record windows of steps: their rules, what each reports, and that they change nothing of the run."""
 
+import csv
 import gzip
 import json
 
 import pytest
+import torch
 
 from tests import tiny
 from titanlab.costs import meter
 from titanlab.errors import ConfigError
-from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, Rates, Trace
+from titanlab.options import combination
+from titanlab.recipe import from_mapping, to_mapping
+from titanlab.techniques.profiler.memory import _Sampler, layers_of
+from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, NoProfiling, Rates, Trace
 from titanlab.techniques.profiler.trace import line, mean, step_parts
 
 
@@ -56,9 +61,21 @@ def test_windows_change_no_loss_and_repeat(pool, tmp_path):
     # A file for each rank and window.
     traces = sorted(runs["trace"].traces.iterdir())
     assert [path.name for path in traces] == [
-        f"attempt-1-steps-{steps}-rank-{rank}.json.gz" for steps in ("3-3", "6-6") for rank in (0, 1)
+        f"attempt-1-steps-{steps}-rank-{rank}.{kind}"
+        for steps in ("3-3", "6-6")
+        for rank in (0, 1)
+        for kind in ("json.gz", "operators.csv")
     ]
-    for path in traces:
+    # The costliest operator comes first, in the table and in rank 0's row.
+    (first, *rows) = list(csv.DictReader(traces[1].read_text().splitlines()))
+    seconds = [float(row["host_seconds"]) for row in (first, *rows)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert {"aten::mm", "aten::add"} <= {row["operator"] for row in rows} | {first["operator"]}
+    reported = runs["trace"].metrics("operators")
+    assert [row["step"] for row in reported] == [3, 6]
+    assert reported[0][f"operators/{first['operator']}(s)"] == pytest.approx(seconds[0], rel=1e-3)
+    assert f"costliest operators of rank 0: {first['operator']}" in (runs["trace"].logs / "rank-0.log").read_text()
+    for path in traces[::2]:
         content = json.loads(gzip.decompress(path.read_bytes()))
         names = {event.get("name", "") for event in content["traceEvents"]}
         assert "aten::mm" in names
@@ -76,6 +93,105 @@ def test_windows_change_no_loss_and_repeat(pool, tmp_path):
         assert row["memory_by_item/optimizer_state(GiB)"] == pytest.approx(2 * half, rel=0.02)
         assert row["memory_by_item/rest(GiB)"] > 0.05
         assert row["memory_by_item/rank"] in (0, 1)
+
+
+def both(**given):
+    """The config of `profiler=[trace,memory]`."""
+    made = combination("profiler", "+".join(given))
+    return made.schema(**given)
+
+
+def trained_as_written(mapping, run):
+    """A combination's class is made in each process: other processes get plain values."""
+    return trained(from_mapping(mapping), run)
+
+
+def test_profilers_run_together_and_change_no_number(pool, tmp_path):
+    profilers = {"trace": Trace(skip=2, steps=1), "memory": Memory(skip=2, steps=2, every=0)}
+    losses = []
+    for name, given in {"off": {}, "both": {"profiler": both(**profilers)}}.items():
+        made = tiny.recipe(tmp_path, name=name, steps=5, pipeline=2, microbatch=3, **given)
+        run = tiny.begin(made)
+        pool.run(2, trained_as_written, to_mapping(made), run)
+        losses.append([row[meter.LOSS] for row in run.metrics("train")])
+    assert losses[0] == losses[1]
+    assert len(run.metrics("operators")) == len(run.metrics("memory")) == 1
+    # The layers of both stages, in the order of the model.
+    (table,) = run.traces.glob("*.layers.csv")
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [row["layer"] for row in rows] == ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
+    peak = max(value for key, value in run.metrics("memory")[0].items() if key.endswith("(GiB)"))
+    for row in rows:
+        assert 0 < float(row["forward_gib"]) <= peak + 1e-6
+        assert 0 < float(row["backward_gib"]) <= peak + 1e-6
+    assert "memory by layer up to step 4, most in: " in (run.logs / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        (
+            {"trace": Trace(), "breakdown": Breakdown()},
+            r"\[trace,breakdown\]: trace and breakdown both record with torch",
+        ),
+        (
+            {"trace": Trace(), "mine": Trace()},
+            r"\[trace,mine\]: has two profilers of kind trace; leave one of them out",
+        ),
+        ({"off": NoProfiling(), "memory": Memory()}, r"\[off,memory\]: off is no profiler; leave it out"),
+    ],
+)
+def test_what_cannot_run_together_is_one_line(tmp_path, parts, line):
+    with pytest.raises(ConfigError, match=rf"^profiler={line}"):
+        tiny.recipe(tmp_path, profiler=both(**parts))
+
+
+class Held(torch.autograd.Function):
+    """Identity that holds some bytes from its forward to the end of its backward."""
+
+    @staticmethod
+    def forward(ctx, inputs, held, used):
+        ctx.held, ctx.used = held, used
+        used[0] += held
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.used[0] -= ctx.held
+        return gradient, None, None
+
+
+class Keeps(torch.nn.Module):
+    def __init__(self, held, used):
+        super().__init__()
+        self.held, self.used = held, used
+
+    def forward(self, inputs):
+        return Held.apply(inputs, self.held, self.used)
+
+
+def test_a_layers_peak_is_that_of_its_own_passes():
+    used = [0]
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleDict({"0": Keeps(2**30, used), "1": Keeps(3 * 2**30, used)})
+    model.head = Keeps(2**29, used)
+    sampler = _Sampler(lambda: used[0], layers_of(model))
+    inputs = torch.ones(1, requires_grad=True)
+    with sampler.phase("forward"):
+        outputs = model.head(model.layers["1"](model.layers["0"](inputs)))
+    with sampler.phase("backward"):
+        outputs.sum().backward()
+    peaks = sampler.close()
+    assert {name: peaks[name] for name in peaks if " " in name} == {
+        "layers.0 forward": 1.0,
+        "layers.1 forward": 4.0,
+        "head forward": 4.5,
+        "head backward": 4.5,
+        "layers.1 backward": 4.0,
+        "layers.0 backward": 1.0,
+    }
+    # Outside of a window layers have no hooks.
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
 
 
 STEP = "breakdown/step(s)"

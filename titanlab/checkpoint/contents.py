@@ -275,6 +275,11 @@ def check_optimizer(checkpoint: Place, contents: Readable, names: Sequence[str],
         if name.startswith(_STATES) and state not in states:
             rule = f"has no {one_line(state)} of {one_line(parameter)}: it was saved with another optimizer"
             raise ConfigError(key, checkpoint, rule, f"keep its optimizer, {weights}")
+        if name.startswith(_STATES) and name not in known:
+            rule = (
+                f"has no {one_line(state)} of {one_line(parameter)}, which was frozen there, or had another optimizer"
+            )
+            raise ConfigError(key, checkpoint, rule, f"keep its optimizer and training.freeze, {weights}")
 
 
 def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:

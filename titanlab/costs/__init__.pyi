@@ -35,6 +35,7 @@ from .account import stored_part as stored_part
 from .account import style_of as style_of
 from .account import tensor_part as tensor_part
 from .account import training_flops_per_token as training_flops_per_token
+from .account import with_frozen as with_frozen
 from .attention_order import FLASH3 as FLASH3
 from .attention_order import FUSED as FUSED
 from .attention_order import Capability as Capability

@@ -248,6 +248,7 @@ class ModelAccount:
         joined: linear layers that are computed as one product.
         head: path of the last module, a linear layer whose output the model returns unchanged as logits. The head gets
             the hidden state, and with tied embeddings also the table. Empty: unknown; logits then always exist whole.
+        frozen: names of parameters that a recipe does not train (`training.freeze`); no model declares any.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -266,6 +267,7 @@ class ModelAccount:
     experts: RoutedExperts | None = None
     joined: tuple[Joined, ...] = ()
     head: str = ""
+    frozen: frozenset[str] = frozenset()
 
     @functools.cached_property
     def plan(self) -> TensorPlan:
@@ -296,6 +298,17 @@ class ModelAccount:
         """Number of parameters that are only looked up: all tables except a table that is shared with the head."""
         tables = {self.embedding, *self.lookups} - set(self.tied.values())
         return sum(math.prod(self.parameters[name]) for name in tables)
+
+    @functools.cached_property
+    def idle(self) -> tuple[str, ...]:
+        """The pieces before the first trained parameter: they have no backward pass, and keep nothing for one."""
+        # A router counts its tokens in the backward pass, so every block with experts has one.
+        if not self.frozen or self.experts is not None:
+            return ()
+        trained = [name for name in self.parameters if name not in self.frozen]
+        # A tied table is trained by the head, and looked up first.
+        begins = (any(name.startswith(f"{piece}.") for name in trained) for piece in self.pieces)
+        return self.pieces[: next((place for place, is_trained in enumerate(begins) if is_trained), 0)]
 
     @functools.cached_property
     def linear_layers(self) -> dict[str, tuple[int, ...]]:
@@ -337,6 +350,14 @@ def part_shape(model: ModelAccount, name: str, shape: tuple[int, ...], degree: i
 def path_matches(name: str, pattern: str) -> bool:
     """Whether steps of a module's path match a pattern: `wk`, `feed_forward.w*`, `layers.0`, or a whole path."""
     return fnmatch.fnmatchcase(f".{name}.", f"*.{pattern}.*")
+
+
+def with_frozen(account: ModelAccount, patterns: Sequence[str]) -> ModelAccount:
+    """The account with the parameters that match a pattern as frozen."""
+    if not patterns:
+        return account
+    matching = (name for name in account.parameters if any(path_matches(name, pattern) for pattern in patterns))
+    return replace(account, frozen=frozenset(matching))
 
 
 CONTEXT_ATTENTION = "titanlab.context_attention.default"
@@ -417,9 +438,19 @@ def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
     recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb counts the tables of tokens and learned
     positions, which are looked up, not multiplied; a table that is tied to the head multiplies, so it
     is not subtracted. Norm weights and biases count in N, as usual, although they need no matmul.
+    Frozen weights have no gradient, which is 2 FLOPs less; pieces without a backward pass only compute forward.
     """
     weights = 6 * (account.active_count - account.embedding_count)
     attention = 12 * account.layers * account.heads * account.head_dim * seq_len
+    tables = {account.embedding, *account.lookups} - set(account.tied.values())
+    idle = tuple(f"{piece}." for piece in account.idle)
+    for name in account.frozen - tables:
+        size = math.prod(account.parameters[name])
+        if account.experts is not None and account.is_of_experts(name):
+            size = size // account.experts.count * account.experts.active
+        weights -= (4 if name.startswith(idle) else 2) * size
+    # The backward pass of attention is two thirds of it.
+    attention -= attention // 3 * 2 // account.layers * sum(map(is_in_block, account.idle))
     return weights + attention
 
 

@@ -44,7 +44,8 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
     for number, pieces in step.stages_of(rank):
         if step.replicas_by_ddp:
             # In a run's first step DDP has one bucket, later buckets of 25 MiB.
-            size = step.account.parameter_count * step.master_bytes
+            frozen = sum(math.prod(step.account.parameters[name]) for name in step.account.frozen)
+            size = (step.account.parameter_count - frozen) * step.master_bytes
             times = step.microbatches if step.reduces_each else 1
             traffic.add(step.axis("replicate"), "all_reduce", size, ranks=step.layout.replicate, times=times)
         else:
@@ -65,10 +66,11 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
 def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
     """Gathers and reductions of FSDP2's units: each block is a unit, and the rest of a stage another.
 
-    A part with another dtype than the rest is a separate unit, treated like the rest. The last block and the rest are
-    gathered once per step; so are the other blocks if they stay gathered, else twice per microbatch. Without a
-    pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1 reduce-scatters, or M·(L + 1) if
-    each microbatch reduces. Replicas sum once per step.
+    A part with another dtype than the rest is a separate unit, treated like the rest. The last blocks (by default one)
+    and the rest are gathered once per step; so are the other blocks if they stay gathered, else twice per microbatch.
+    Without a pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1 reduce-scatters, or
+    M·(L + 1) if each microbatch reduces. Replicas sum once per step. Frozen parameters are gathered, but not reduced;
+    blocks before all trained parameters are not gathered for a backward pass.
     """
     blocks = [(piece,) for piece in pieces if is_in_block(piece)]
     edges = [piece for piece in pieces if not is_in_block(piece)]
@@ -82,7 +84,15 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
         experts = [name for name in names if parameter_style(step.account, name) == STACK]
         dense = [name for name in names if name not in experts]
         compute, reduce = (4, 4) if unit[0] in step.fp32_parts else (step.compute_bytes, step.reduce_bytes)
-        times = gathers(step, number, reshards=step.reshards and unit in blocks[:-1])
+        after = blocks[blocks.index(unit) + 1 :][: max(1, step.prefetch)] if unit in blocks else []
+        times = gathers(
+            step,
+            number,
+            reshards=step.reshards and unit in blocks[: max(0, len(blocks) - step.gathered_blocks)],
+            idle=unit[0] in step.account.idle,
+            # FSDP2 gathers the blocks before the one whose backward runs.
+            prefetched=any(block not in step.account.idle for (block,) in after),
+        )
         each = step.reduces_each and (unit in blocks or not step.orders)
         for axis, ranks, members in (
             ("fsdp", step.layout.fsdp, dense),
@@ -91,9 +101,11 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
             if not members:
                 continue
             elements = {name: _padded(step, rank, name) for name in members}
-            size = sum(elements.values())
             gathered = sum(n * (1 if name in step.float8_gathered else compute) for name, n in elements.items())
             traffic.add(step.axis(axis), "all_gather", gathered, ranks=ranks, times=times)
+            size = sum(n for name, n in elements.items() if name not in step.account.frozen)
+            if not size:
+                continue
             scatters = step.microbatches if each else 1
             traffic.add(step.axis(axis), step.scatter, size * reduce, ranks=ranks, times=scatters)
             if step.layout.replicate > 1:
@@ -101,13 +113,20 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
                 traffic.add(step.axis("replicate"), "all_reduce", shard, ranks=step.layout.replicate)
 
 
-def gathers(step: Step, number: int, *, reshards: bool) -> int:
+def gathers(step: Step, number: int, *, reshards: bool, idle: bool = False, prefetched: bool = False) -> int:
+    """How often a unit is gathered in a step.
+
+    Args:
+        idle: the unit has no backward pass.
+        prefetched: the next unit has one, and gathers this one; the next forward uses it.
+    """
     if not step.orders:
-        return step.microbatches * 2 if reshards else 1
+        backward = step.microbatches if not idle else int(prefetched)
+        return step.microbatches + backward if reshards else 1
     # A pipeline keeps parameters gathered by a backward until the end of the step or until another forward frees them.
     times, whole = 0, False
     for kind in step.orders[number]:
-        if kind in ("F", "B", "I"):
+        if kind == "F" or (kind in ("B", "I") and (prefetched or not idle)):
             times += not whole
             whole = not (kind == "F" and reshards)
     return times
@@ -125,9 +144,15 @@ def add_tensor(step: Step, pieces: Sequence[str], traffic: Traffic) -> None:
     times = step.microbatches
     for piece in pieces:
         size = step.tokens * step.account.dim * step.element_bytes(piece)
-        sums = sum(STYLES[style].gathers + STYLES[style].sums for style in step.account.plan.styles_in(piece))
-        for kind in ("all_gather", step.scatter) if step.sequence_parallel else ("all_reduce",):
-            traffic.add(axis, kind, size, ranks=ranks, times=times * sums)
+        styles = [STYLES[style] for style in step.account.plan.styles_in(piece)]
+        ahead = sum(style.gathers for style in styles), sum(style.sums for style in styles)
+        back = (0, 0) if piece in step.account.idle else ahead[::-1]
+        gathers, sums = (ahead[place] + back[place] for place in (0, 1))
+        if step.sequence_parallel:
+            traffic.add(axis, "all_gather", size, ranks=ranks, times=times * gathers)
+            traffic.add(axis, step.scatter, size, ranks=ranks, times=times * sums)
+        else:
+            traffic.add(axis, "all_reduce", size, ranks=ranks, times=times * (ahead[1] + back[1]))
     if step.account.pieces[-1] in pieces:
         part = -(-step.account.vocab_size // ranks)
         logits = step.tokens * part * ranks * step.element_bytes(step.account.pieces[-1])
@@ -148,6 +173,8 @@ def sum_whole_gradients(step: Step, rank: Coordinate, pieces: Sequence[str], tra
     plan, cut = step.account.tensor_plan, step.sequence_parallel
     size = 0
     for name in _names(step.account, pieces):
+        if name in step.account.frozen:
+            continue
         rows, *rest = shape = step.account.parameters[name]
         is_whole = cut_dim(parameter_style(step.account, name), len(shape)) is None
         if is_whole and has_partial_gradient(plan, name, sequence_parallel=cut):
@@ -169,16 +196,17 @@ def add_context(
     if ranks == 1:
         return
     after, before = ranks - 1 - rank.context, rank.context
-    # The backward pass transfers keys and values once more.
-    passes = 1 if only_forward else 2
     heads = step.account.kv_heads // step.layout.tensor
     for block in (piece for piece in pieces if is_in_block(piece)):
+        ends = only_forward or block in step.account.idle
+        # The backward pass transfers keys and values once more.
+        passes = 1 if ends else 2
         # A rank's keys or values, and those of the first half of its tokens.
         whole = step.tokens * heads * step.account.head_dim * step.element_bytes(block)
         half = whole // 2
         if step.context_method == "all_gather":
             traffic.add(axis, "all_gather", 2 * ranks * whole, ranks=ranks, times=times * passes)
-            if not only_forward:
+            if not ends:
                 returned = 2 * (after * whole + before * half)
                 traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
             continue
@@ -186,7 +214,7 @@ def add_context(
         # half.
         sent = (0, ranks - 1) if before == 0 else (min(after + 1, ranks - 1), before - 1)
         messages = [("send", sent, passes), ("recv", (after, before), passes)]
-        if not only_forward:
+        if not ends:
             # Gradients of received blocks go to their owners, and gradients of this rank's keys arrive.
             messages += [("send", (after, before), 1), ("recv", (before, after), 1)]
         for kind, (wholes, halves), count in messages:
@@ -213,7 +241,8 @@ def add_exchange(step: Step, pieces: Sequence[str], traffic: Traffic, *, only_fo
 def _add_repeated(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
     """Add the communication that recomputation of blocks repeats; the sum of a block's last product is not repeated."""
     layout, axis = step.layout, step.axis("tensor")
-    for block, repeats in ((piece, step.repeats[piece]) for piece in pieces if piece in step.repeats):
+    repeated = [piece for piece in pieces if piece in step.repeats and piece not in step.account.idle]
+    for block, repeats in ((piece, step.repeats[piece]) for piece in repeated):
         if repeats.context:
             add_context(step, rank, (block,), traffic, only_forward=True)
         if repeats.exchange:
@@ -307,7 +336,8 @@ class Step:
         fp32_parts: pieces that compute and reduce in float32 even if the rest does not.
         float8_gathered: names of the parameters that FSDP2 gathers in one byte per element.
         mixed: parameters are cast before they compute; then FSDP2 replicates instead of DDP.
-        reshards: blocks free gathered parameters between forward and backward.
+        reshards: blocks free gathered parameters between forward and backward, but for the last `gathered_blocks`.
+        prefetch: number of blocks that FSDP2 gathers ahead; 0 as 1.
         reduces_each: gradients are reduced after each microbatch; in a pipeline, only those of blocks.
         sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
         loss_chunk: tokens for which the loss is computed at once; 0: all of a microbatch.
@@ -332,6 +362,8 @@ class Step:
     float8_gathered: Collection[str] = ()
     mixed: bool = False
     reshards: bool = True
+    gathered_blocks: int = 1
+    prefetch: int = 0
     reduces_each: bool = False
     sequence_parallel: bool = True
     loss_parallel: bool = True

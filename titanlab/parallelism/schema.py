@@ -35,6 +35,10 @@ class Parallelism:
         reshard_after_forward: `always` frees a block's parameters after its forward pass and gathers them again
             for the backward; `never` keeps them: more memory, less communication. `auto` is `always`, but
             `never` in a pipeline, where each microbatch would gather them again.
+        gathered_blocks: where blocks free their parameters, the last blocks of a stage that keep them: more memory,
+            less communication. The last block always does, because its backward follows at once.
+        prefetch: blocks that FSDP2 gathers before the block that computes has ended, in both directions; 0: one, when
+            the host comes to it.
         reduce_gradients: `each` reduces gradients after each microbatch, so that FSDP2 keeps only its shard of them
             between microbatches; `last` sums whole gradients, and reduces after the last microbatch: less
             communication. `auto` is `last`, but `each` where FSDP2 would keep more than 4 GiB of whole gradients;
@@ -55,6 +59,8 @@ class Parallelism:
     context_method: str = field(default="ring", metadata={"choices": ("ring", "all_gather")})
     split: tuple[Any, ...] | None = None
     reshard_after_forward: str = field(default="auto", metadata={"choices": ("auto", "always", "never")})
+    gathered_blocks: int = field(default=1, metadata={"before": 1, "least": 1})
+    prefetch: int = field(default=0, metadata={"before": 0, "least": 0, **NOT_PRICED})
     cpu_offload: bool = field(default=False, metadata=NOT_PRICED)
     symmetric_memory: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
     # Older runs computed what `auto` is up to the rounding of sums; those that go on do so as they began.
@@ -66,6 +72,10 @@ class Parallelism:
     def frees_after_forward(self) -> bool:
         """Whether blocks free their gathered parameters between forward and backward; for resolved degrees."""
         return self.reshard_after_forward == "always" or (self.reshard_after_forward == "auto" and self.pipeline == 1)
+
+    def freed_blocks(self, count: int) -> int:
+        """Number of first blocks, of `count` in a stage, that free their parameters; for resolved degrees."""
+        return max(0, count - self.gathered_blocks) if self.frees_after_forward else 0
 
     @functools.cached_property
     def layout(self) -> Layout:

@@ -66,7 +66,8 @@ def fully_shard_model(
     mesh: DeviceMesh,
     formats: Formats,
     *,
-    reshard_after_forward: bool,
+    freed: int,
+    prefetch: int = 0,
     cpu_offload: bool,
     whole: Sequence[nn.Module] = (),
     apart: Sequence[nn.Module] = (),
@@ -78,8 +79,9 @@ def fully_shard_model(
 
     Args:
         mesh: `[shard]` or `[replicate, shard]`.
-        reshard_after_forward: blocks free their gathered parameters until the backward, except the last block and the
-            rest of the model, which the backward needs first.
+        freed: number of first blocks that free their gathered parameters until the backward; the other blocks and the
+            rest of the model, which the backward needs first, keep them.
+        prefetch: number of blocks that are gathered ahead of the block that computes; 0: FSDP2's own order.
         whole: units that compute and reduce in float32 while others do not; the model itself stands for the rest of the
             model.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
@@ -112,7 +114,7 @@ def fully_shard_model(
             offload_policy=offload,
             shard_placement_fn=functools.partial(_sharded_dim, parts=over.size(over.ndim - 1)),
             mp_policy=policy(like),
-            reshard_after_forward=reshard_after_forward and like in blocks[:-1],
+            reshard_after_forward=like in blocks[:freed],
         )
 
     for module in (*blocks, *apart, model):
@@ -129,13 +131,18 @@ def fully_shard_model(
     units: list[Any] = [*itertools.chain(*inner.values()), *blocks, *apart, model]
     # Gather the units of the next block with experts while a block computes. By default FSDP2 gathers only one unit
     # ahead: the host waits for the router's counts, and so would issue a gather too late.
-    of_experts: list[list[Any]] = [[block, *within] for block, within in inner.items() if within]
-    for before, after in itertools.pairwise(of_experts):
-        before[-1].set_modules_to_forward_prefetch(list(after))
-        # The backward reaches the last unit first.
-        after[0].set_modules_to_backward_prefetch(list(reversed(before)))
-    freed = [unit for block in blocks[:-1] for unit in (block, *inner[block])] if reshard_after_forward else []
-    kept = [unit for unit in units if unit not in freed]
+    ahead: list[list[Any]] = [[block, *within] for block, within in inner.items() if within or prefetch]
+    for place, own in enumerate(ahead):
+        if after := ahead[place + 1 : place + 1 + max(1, prefetch)]:
+            own[-1].set_modules_to_forward_prefetch(list(itertools.chain(*after)))
+        if before := ahead[max(0, place - max(1, prefetch)) : place]:
+            # The backward reaches the last unit first.
+            own[0].set_modules_to_backward_prefetch(list(itertools.chain(*before))[::-1])
+    if prefetch:
+        root.set_modules_to_forward_prefetch(list(itertools.chain(*ahead[:prefetch])))
+        root.set_modules_to_backward_prefetch(list(itertools.chain(*ahead[-prefetch:]))[::-1])
+    first = [unit for block in blocks[:freed] for unit in (block, *inner[block])]
+    kept = [unit for unit in units if unit not in first]
     if symmetric_memory:
         meshes = (mesh,) if experts is None else (mesh, experts.mesh)
         use_symmetric_memory(units, [device_mesh.get_group(device_mesh.ndim - 1) for device_mesh in meshes])

@@ -25,8 +25,10 @@ from titanlab.costs import (
     add_context,
     add_exchange,
     add_tensor,
+    block_name,
     is_in_block,
     sum_whole_gradients,
+    with_frozen,
 )
 from titanlab.plan.machine import BACKWARD, FORWARD, AxisPlacement, Machine, axis_of
 from titanlab.plan.stages import Seen, block_operations, edge_operations, model_facts, share_of, treatments
@@ -609,7 +611,35 @@ def model_time(recipe: Recipe, machine: Machine) -> ModelTime:
         *(_inside(recipe.layout), recipe.cluster.accelerator, recipe.cluster.device, recipe.loss_chunk),
         *(config.sequence_parallel, config.loss_parallel, config.async_tensor, config.context_method),
     )
-    return _model_time(_shaped(Seen(key, recipe), machine), recipe.ac)
+    times = _model_time(_shaped(Seen(key, recipe), machine), recipe.ac)
+    return _without_frozen(times, recipe.training.freeze) if recipe.training.freeze else times
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_frozen(times: ModelTime, freeze: tuple[str, ...]) -> ModelTime:
+    """The times without the gradients of frozen weights, and without the backward of pieces that have none."""
+    account = with_frozen(model_facts(times.model).account, freeze)
+
+    def trained(piece: str, time: PieceTime) -> PieceTime:
+        if piece in account.idle:
+            ahead = {name: getattr(time, name) for name in PieceTime._fields if name.endswith("forward")}
+            return PieceTime(**{"inputs": 0.0, "weights": 0.0, "recomputed": 0.0, **ahead})
+        matrices = {
+            name: math.prod(shape)
+            for name, shape in account.parameters.items()
+            if name.startswith(f"{piece}.") and len(shape) > 1
+        }
+        if not matrices:
+            return time
+        share = sum(size for name, size in matrices.items() if name not in account.frozen) / sum(matrices.values())
+        return time._replace(weights=time.weights * share)
+
+    kinds: dict[PieceTime, int] = {}
+    blocks = (trained(block_name(number), times.kinds[kind]) for number, kind in enumerate(times.kind_of))
+    kind_of = tuple([kinds.setdefault(block, len(kinds)) for block in blocks])
+    edges = {name: trained(name, time) for name, time in times.edges.items()}
+    made = replace(times, kinds=tuple(kinds), kind_of=kind_of, edges=edges)
+    return replace(made, whole=total(made, kind_of, edges))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -78,7 +78,8 @@ def estimate_or_reason(recipe: Recipe) -> Estimate | str:
     except ConfigError as error:
         return error.problem
     reserved = reserved_bytes(recipe, machine, most_memory(recipe))
-    saved = added(stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1).values())
+    pieces = stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1, freeze=recipe.training.freeze)
+    saved = added(pieces.values())
     limit = machine.memory_bytes * (1 - MARGIN)
     return Estimate(
         hours=step_time(recipe, machine).seconds * recipe.training.steps / 3600,

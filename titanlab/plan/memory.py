@@ -28,6 +28,7 @@ from titanlab.costs import (
     kept_activations,
     step_traffic,
     stored_part,
+    with_frozen,
 )
 from titanlab.plan.machine import Machine
 from titanlab.plan.pipeline_time import shorter
@@ -63,10 +64,6 @@ ITEMS = (
     "logits and loss",
     "communication buffers",
 )
-# Gathered blocks at one moment, if blocks are freed after use: the one that computes, and the next one.
-_GATHERED_BLOCKS = 2
-# Symmetric memory keeps its buffers: for two gathers that run at once, and for the input of a reduction.
-_SYMMETRIC_GATHERS = 2
 # Blocks whose gradients exist in the precision of the reduction: the one that is being sent, and the one before.
 _REDUCED_BLOCKS = 2
 # Bytes of a number in float32.
@@ -147,6 +144,7 @@ def _activations(recipe: Recipe) -> tuple[RankActivations, ...]:
         *(recipe.model, share_of(recipe), recipe.microbatch, recipe.training.seq_len, recipe.microbatches, recipe.ac),
         *(recipe.schedule, recipe.parallelism.split, recipe.layout.pipeline, recipe.compile.fuses_blocks),
         recipe.loss_chunk > 0,
+        recipe.training.freeze,
     )
     return _rank_activations(Seen(key, recipe))
 
@@ -163,7 +161,9 @@ def _rank_activations(seen: Seen) -> tuple[RankActivations, ...]:
         deferred_of = {**deferred_of, account.head: 0}
     stages = stages_of(recipe.model, schedule, recipe.parallelism.split, ranks, recipe.training.seq_len)
     parts = [parts_of(pieces) for pieces in stages]
-    blocks = [[kinds[kind_of[number]] for number in part.blocks] for part in parts]
+    # Blocks before the first trained parameter keep nothing.
+    frozen, idle = recipe.training.freeze, sum(map(is_in_block, recipe.account.idle))
+    blocks = [[kinds[kind_of[number]] if number >= idle else _IDLE for number in part.blocks] for part in parts]
     saved, deferred = [], []
     for number, (own, part) in enumerate(zip(blocks, parts, strict=True)):
         # The output of a stage is kept until its gradient comes.
@@ -179,7 +179,9 @@ def _rank_activations(seen: Seen) -> tuple[RankActivations, ...]:
             kept=_kept(recipe, rank, [saved[number] for number in numbers], [deferred[number] for number in numbers]),
             pieces=tuple([piece for number in numbers for piece in stages[number]]),
             blocks=tuple([block for number in numbers for block in blocks[number]]),
-            alike=tuple([(*blocks[number], *parts[number].edges) for number in numbers]),
+            alike=tuple(
+                [(*blocks[number], *(stages[number] if frozen else parts[number].edges)) for number in numbers]
+            ),
         )
         for rank, numbers in enumerate(stages_by_rank)
     )
@@ -237,7 +239,8 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
     layout, config, formats = recipe.layout, recipe.parallelism, recipe.precision.formats()
     fsdp = layout.data_parallelism(mixed=formats.mixed) == "fsdp2"
     pieces = stored_pieces(
-        *(recipe.model, recipe.precision, recipe.optimizer, layout.tensor, layout.fsdp if fsdp else 1, layout.expert)
+        *(recipe.model, recipe.precision, recipe.optimizer, layout.tensor, layout.fsdp if fsdp else 1, layout.expert),
+        recipe.training.freeze,
     )
     whole = added(pieces[piece] for piece in own)
     edges = added(pieces[piece] for piece in own if not is_in_block(piece))
@@ -248,13 +251,15 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
     sums_whole = fsdp and accumulates and not recipe.reduces_each
     gathered, buffers, between, unreduced, reducing, kept = 0, 0, 0, 0, 0, 0
     # Without FSDP2 gradients are summed in place.
-    gradients = whole.parameters if accumulates and not sums_whole else 0
+    gradients = whole.trained if accumulates and not sums_whole else 0
     if fsdp:
         reshards = config.frees_after_forward
-        gathered = edges.gathered + _GATHERED_BLOCKS * block.gathered if reshards else whole.gathered
-        gathered = min(gathered, whole.gathered)
-        # FSDP2 gathers into a separate buffer, and copies the parameters out of it.
-        buffers = block.gathered if reshards else 0
+        # The blocks that stay gathered, one of which computes, and those that are gathered ahead.
+        ahead = max(1, config.prefetch)
+        at_once = (config.gathered_blocks + ahead) * block.gathered
+        gathered = min(edges.gathered + at_once, whole.gathered) if reshards else whole.gathered
+        # FSDP2 gathers into a separate buffer for each gather, and copies the parameters out of it.
+        buffers = min(ahead * block.gathered, whole.gathered) if reshards else 0
         if sums_whole:
             between = unreduced = whole.unreduced
         else:
@@ -272,8 +277,8 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
         # FSDP2 reduces the unit of the pieces outside blocks last.
         reducing = max(block.gradients + _REDUCED_BLOCKS * block.unreduced, block.unreduced + edges.unreduced)
     if fsdp and config.symmetric_memory:
-        buffers = _SYMMETRIC_GATHERS * block.gathered + edges.gathered
-        # Symmetric memory is a separate pool, which other tensors cannot use.
+        buffers = (1 + ahead) * block.gathered + edges.gathered
+        # Symmetric memory keeps its buffers, those of all gathers that run at once, in a pool that only it uses.
         kept = buffers + max(block.unreduced, edges.unreduced)
     # Messages of pipeline parallelism, and a gathered or unsummed residual stream of tensor parallelism.
     messages = 2 * hidden if layout.pipeline > 1 else 0
@@ -301,12 +306,12 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
             **start,
             "activations": max((each.saved for each in blocks), default=0),
             # Gradients of a unit are freed when they are reduced: each exists only once.
-            "gradients": gradients if fsdp and accumulates else whole.parameters,
+            "gradients": gradients if fsdp and accumulates else whole.trained,
             "unreduced gradients": unreduced + reducing,
             "backward of a block": backward,
             "communication buffers": buffers + messages,
         },
-        "optimizer": {**stored, "gradients": whole.parameters, "activations": 0, "communication buffers": kept},
+        "optimizer": {**stored, "gradients": whole.trained, "activations": 0, "communication buffers": kept},
     }
     if config.cpu_offload:
         for items in moments.values():
@@ -357,21 +362,23 @@ class PieceBytes(NamedTuple):
     Attributes:
         parameters: stored; a shard is padded as FSDP2 pads it.
         optimizer: state of the optimizer.
+        trained: of the stored parameters, those that are not frozen.
         gathered: all parameters of the piece, in the precision in which they compute.
-        gradients: of all parameters of the piece, in that precision.
+        gradients: of all trained parameters of the piece, in that precision.
         unreduced: the same gradients in the precision in which they are summed.
         update_flops: of the optimizer's products.
     """
 
     parameters: int
     optimizer: int
+    trained: int
     gathered: int
     gradients: int
     unreduced: int
     update_flops: float = 0.0
 
 
-NOTHING = PieceBytes(0, 0, 0, 0, 0)
+NOTHING = PieceBytes(0, 0, 0, 0, 0, 0)
 
 
 def added(parts: Iterable[PieceBytes]) -> PieceBytes:
@@ -381,11 +388,17 @@ def added(parts: Iterable[PieceBytes]) -> PieceBytes:
 
 @functools.lru_cache(maxsize=4096)
 def stored_pieces(
-    model: ModelConfig, precision: PrecisionConfig, optimizer: OptimizerConfig, tensor: int, fsdp: int, expert: int = 1
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    optimizer: OptimizerConfig,
+    tensor: int,
+    fsdp: int,
+    expert: int = 1,
+    freeze: tuple[str, ...] = (),
 ) -> Mapping[str, PieceBytes]:
-    """Bytes by piece, for the rank with the largest part of each parameter; the last three arguments are degrees."""
-    whole, formats = model_facts(model).account, precision.formats()
-    names, alike = _parameters(model)
+    """Bytes by piece, for the rank with the largest part of each parameter; `tensor` to `expert` are degrees."""
+    whole, formats = with_frozen(model_facts(model).account, freeze), precision.formats()
+    names, alike = _parameters(model, freeze)
     wide = tuple(f"{piece}." for piece in matched(whole, formats.fp32_parts))
     float8 = precision.float8_gathered(whole)
     layout = Layout(shard=fsdp, tensor=tensor, expert=expert)
@@ -399,11 +412,16 @@ def stored_pieces(
             elements = math.prod(gathered_part(account, name, **degrees))
             compute, reduce = (4, 4) if name.startswith(wide) else (formats.compute_bytes, formats.reduce_bytes)
             stored = Stored(name=name, shape=whole.parameters[name], part=part, element_bytes=formats.master_bytes)
+            gathered = elements * (1 if name in float8 else compute)
+            if name in whole.frozen:
+                parts.append(NOTHING._replace(parameters=stored.part_bytes, gathered=gathered))
+                continue
             parts.append(
                 PieceBytes(
                     parameters=stored.part_bytes,
                     optimizer=optimizer.state_bytes(stored),
-                    gathered=elements * (1 if name in float8 else compute),
+                    trained=stored.part_bytes,
+                    gathered=gathered,
                     gradients=elements * compute,
                     unreduced=elements * reduce,
                     update_flops=optimizer.update_flops(stored),
@@ -414,12 +432,12 @@ def stored_pieces(
 
 
 @functools.lru_cache(maxsize=256)
-def _parameters(model: ModelConfig) -> tuple[Mapping[str, Sequence[str]], Mapping[str, str]]:
-    """By piece, the names of its parameters, and the first piece with parameters of the same names and shapes.
+def _parameters(model: ModelConfig, freeze: tuple[str, ...]) -> tuple[Mapping[str, Sequence[str]], Mapping[str, str]]:
+    """By piece, the names of its parameters, and the first piece with the same: names, shapes, and which are frozen.
 
     A model that cannot be cut is one piece without a name.
     """
-    account = model_facts(model).account
+    account = with_frozen(model_facts(model).account, freeze)
     names: dict[str, list[str]] = {piece: [] for piece in account.pieces or ("",)}
     depths = sorted({piece.count(".") + 1 for piece in names})
     for name in account.parameters:
@@ -429,7 +447,7 @@ def _parameters(model: ModelConfig) -> tuple[Mapping[str, Sequence[str]], Mappin
     first: dict[object, str] = {}
     alike = {}
     for piece, own in names.items():
-        kind = tuple((name.removeprefix(f"{piece}."), account.parameters[name]) for name in own)
+        kind = tuple((name.removeprefix(f"{piece}."), account.parameters[name], name in account.frozen) for name in own)
         # Pieces outside blocks may differ in more than their parameters.
         alike[piece] = first.setdefault(kind, piece) if is_in_block(piece) else piece
     return names, alike
@@ -462,6 +480,9 @@ class BlockBytes(NamedTuple):
 
     saved: int
     again: int
+
+
+_IDLE = BlockBytes(0, 0)
 
 
 @functools.lru_cache(maxsize=8192)

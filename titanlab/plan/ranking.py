@@ -65,7 +65,9 @@ def least_memory(recipe: Recipe, schedules: Sequence[Choice], *, reduces_each: b
     """
     layout, model, formats, parallelism = recipe.layout, recipe.model, recipe.precision.formats(), recipe.parallelism
     shards = layout.data * layout.context
-    whole = _stored(model, recipe.precision, recipe.optimizer, layout.tensor, shards, layout.expert)
+    whole = _stored(
+        model, recipe.precision, recipe.optimizer, layout.tensor, shards, layout.expert, recipe.training.freeze
+    )
     needed = 0.0 if parallelism.cpu_offload else float(whole.parameters + whole.optimizer)
     accumulates = recipe.microbatches > 1 or layout.pipeline > 1
     if accumulates and (layout.context > 1 or formats.mixed):

@@ -18,7 +18,6 @@ from titanlab.plan.memory import added, stored_pieces
 from titanlab.plan.pipeline_time import simulated_time
 from titanlab.plan.ranking import NEAR, Ranked, RecipeRanking
 from titanlab.plan.space import Choices, LayoutSpace, Vary, choices_of
-from titanlab.plan.stages import model_facts
 from titanlab.plan.step_time import StepTime, step_time
 from titanlab.ranges import declared_fields
 from titanlab.recipe import Recipe, check_addressable, check_data, check_processes, resolve
@@ -293,8 +292,9 @@ class WholeModel:
 
 
 def whole_model(recipe: Recipe) -> WholeModel:
-    whole = added(stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1).values())
-    per_token = training_flops_per_token(model_facts(recipe.model).account, seq_len=recipe.training.seq_len)
+    stored = stored_pieces(recipe.model, recipe.precision, recipe.optimizer, 1, 1, freeze=recipe.training.freeze)
+    whole = added(stored.values())
+    per_token = training_flops_per_token(recipe.account, seq_len=recipe.training.seq_len)
     return WholeModel(
         step_flops=per_token * recipe.tokens_per_step,
         model_bytes=whole.parameters,

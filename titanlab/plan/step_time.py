@@ -14,12 +14,13 @@ from titanlab.costs import (
     Step,
     TrafficRow,
     add_sharding,
+    is_in_block,
     parameter_elements,
     training_flops_per_token,
 )
 from titanlab.plan.block_time import exposed, model_time, rows_of, seconds_of
 from titanlab.plan.machine import Machine, axis_of
-from titanlab.plan.memory import stored_pieces
+from titanlab.plan.memory import PieceBytes, stored_pieces
 from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, pipeline_time, rank_stages
 from titanlab.plan.stages import Seen, message_bytes, model_facts
 from titanlab.recipe import Recipe, step_of
@@ -70,13 +71,17 @@ def step_time(
     formats, fsdp = recipe.precision.formats(), _is_fsdp(recipe)
     known, busiest = blocks or blocks_time(recipe, machine, pipeline)
     parts = dict(known)
-    # The optimizer reads and writes parameters, gradients (which have the size of the parameters) and states.
+    # The optimizer reads and writes trained parameters, gradients (which have the size of the parameters) and states.
     pieces = stored_pieces(
         *(recipe.model, recipe.precision, recipe.optimizer, recipe.layout.tensor),
-        *(recipe.layout.fsdp if fsdp else 1, recipe.layout.expert),
+        *(recipe.layout.fsdp if fsdp else 1, recipe.layout.expert, recipe.training.freeze),
     )
     block, others = pieces[model_facts(recipe.model).block], [pieces[name] for name in busiest.edges]
-    parameters = busiest.blocks * block.parameters + sum(piece.parameters for piece in others)
+    if recipe.training.freeze:
+        # Blocks may differ: their mean stands for each.
+        blocks_of = [piece for name, piece in pieces.items() if is_in_block(name)]
+        block = PieceBytes(*(sum(column) // len(blocks_of) for column in zip(*blocks_of, strict=True)))
+    parameters = busiest.blocks * block.trained + sum(piece.trained for piece in others)
     _add_data_parallel(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)
     # Without clipping, a CPU knows that the factor is 1; on a GPU nobody waits to read it.
@@ -93,7 +98,7 @@ def step_time(
     tokens = recipe.training.global_batch * recipe.training.seq_len
     rate = tokens / seconds / recipe.layout.world
     peak = machine.peak_flops.get(formats.compute, math.nan)
-    flops = training_flops_per_token(model_facts(recipe.model).account, seq_len=recipe.training.seq_len)
+    flops = training_flops_per_token(recipe.account, seq_len=recipe.training.seq_len)
     return StepTime(seconds=seconds, parts=parts, tokens_per_second=rate, mfu=rate * flops / peak)
 
 
@@ -150,7 +155,7 @@ def _add_data_parallel(
     """Add the time to add gradients of microbatches, and the exposed time to sum them and to gather parameters.
 
     Args:
-        parameters: bytes of the rank's stored parameters.
+        parameters: bytes of the rank's stored parameters that are trained.
     """
     layout, formats, blocks = recipe.layout, recipe.precision.formats(), stage.blocks
     facts, microbatches = model_facts(recipe.model), recipe.microbatches
@@ -170,7 +175,9 @@ def _add_data_parallel(
     seen = Seen((recipe.model, recipe.precision, recipe.cluster.accelerator, *degrees), recipe)
     block, edges = _sharding(seen, machine, (facts.block,)), _sharding(seen, machine, stage.edges)
     ahead, back = stage.own.ahead / max(1, blocks), stage.own.back / max(1, blocks)
-    freed, kept = freed_and_kept(blocks, reshards=recipe.parallelism.frees_after_forward)
+    # The last blocks keep their parameters: see `titanlab.costs.traffic_account.add_sharding`.
+    freed = recipe.parallelism.freed_blocks(blocks)
+    kept = blocks - freed
     gather, reduce = block.gather, block.scatter + block.replicas
     # FSDP2's hooks: a gather in the forward pass, a gather and a reduction in the backward pass. The device waits for
     # those for which the host has no time while the device computes.
@@ -217,15 +224,6 @@ def _add_data_parallel(
 def _eager(machine: Machine) -> float:
     """Bytes per second of separate kernels."""
     return machine.memory_bytes_per_second * machine.efficiencies.eager_memory
-
-
-def freed_and_kept(blocks: int, *, reshards: bool) -> tuple[int, int]:
-    """How many blocks of a stage free their gathered parameters between forward and backward, and how many keep them.
-
-    The last block keeps them, because its backward follows at once: see `titanlab.costs.traffic_account.add_sharding`.
-    """
-    freed = max(0, blocks - 1) if reshards else 0
-    return freed, blocks - freed
 
 
 class ShardingTraffic(NamedTuple):

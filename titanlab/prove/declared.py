@@ -64,7 +64,7 @@ def place_of(layout: Layout, rank: int) -> Coordinate:
 def declared(recipe: Recipe, rank: int) -> RankAccount:
     """The account of a rank by the declarations of a resolved recipe's parts."""
     layout = recipe.layout
-    model = account_for(recipe.model.account(), layout)
+    model = account_for(recipe.account, layout)
     place = place_of(layout, rank)
     if layout.pipeline == 1:
         stages: list[tuple[int, Sequence[str]]] = [(0, recipe.model.account().pieces)]
@@ -76,7 +76,7 @@ def declared(recipe: Recipe, rank: int) -> RankAccount:
     names = names or list(model.parameters)
     stored = [_stored(recipe, model, name, place, padded=True) for name in names]
     # The optimizer has no state for a shard's padding.
-    updated = [_stored(recipe, model, name, place, padded=False) for name in names]
+    updated = [_stored(recipe, model, name, place, padded=False) for name in names if name not in model.frozen]
     return RankAccount(
         rank=rank,
         parameters=sum(math.prod(parameter.shape) for parameter in stored),
@@ -109,6 +109,8 @@ def _saved_by_block(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]])
             if not is_in_block(piece):
                 continue
             number = int(piece.rpartition(".")[2])
+            if piece in step.account.idle:
+                continue
             # The kernels that run in a trace are those of a CPU.
             share = replace(share_of(recipe), element_bytes=step.element_bytes(piece), accelerator="cpu")
             saved = recipe.ac.saved_bytes(block, share, number=number)

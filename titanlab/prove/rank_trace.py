@@ -76,7 +76,8 @@ def watch_saved_bytes(blocks: Mapping[int, nn.Module]) -> dict[int, int]:
             after.remove()
             made.storages.pop(output.untyped_storage()._cdata, None)
             kept.extend(made.storages.values())
-            output.register_hook(count)
+            if output.requires_grad:
+                output.register_hook(count)
 
         def count(_: Tensor) -> None:
             saved[number] = sum(storage.nbytes() for ref in kept if (storage := ref()) is not None)
@@ -131,8 +132,9 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
         saved = watch_saved_bytes({int(name): block for name, block in blocks.named_children()})
         axes = axis_groups(mesh)
         with mode:
-            optimizer = recipe.optimizer.implementation().build(parameters)
-            gradients = Gradients(parameters.values(), world.world // layout.pipeline)
+            trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+            optimizer = recipe.optimizer.implementation().build(trained)
+            gradients = Gradients(trained.values(), world.world // layout.pipeline)
             assembled.after_update()
             tokens = torch.zeros(recipe.local_batch, recipe.training.seq_len // layout.context, dtype=torch.int64)
             with traced(axes) as step:

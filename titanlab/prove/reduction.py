@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlab.checkpoint import CheckpointConfig, NoCheckpoints
-from titanlab.costs import AXES, SHORT, Layout
+from titanlab.costs import AXES, SHORT, Layout, ModelAccount, with_frozen
 from titanlab.data import Synthetic
 from titanlab.errors import ConfigError
 from titanlab.launch import on_this_host
@@ -304,6 +304,7 @@ def _reduce(case: Folded, sizes: Sizes, *, steps: int, runs: str, inductor: bool
         validation_sequences=sizes.global_batch,
         log_every=1,
         unmeasured_steps=0,
+        freeze=_frozen(recipe.training.freeze, model.account(), notes),
         compare_ranks_every=0,
         check_every=0,
         on_nan="stop",
@@ -388,6 +389,7 @@ def comparable(recipe: Recipe) -> dict[str, Any]:
         "training.seq_len": training.seq_len,
         "training.global_batch": training.global_batch,
         "training.max_grad_norm": training.max_grad_norm,
+        "training.freeze": training.freeze,
         **{f"optimizer.{key}": value for key, value in plain(recipe.optimizer).items()},
         **{f"data.{key}": value for key, value in plain(recipe.data).items()},
         "seed": recipe.seed,
@@ -420,6 +422,16 @@ def _model(recipe: Recipe, sizes: Sizes, notes: list[str]) -> ModelConfig:
         notes.append(f"model.attention={reduced.attention} needs a GPU: auto")
         reduced = replace(reduced, attention="auto")
     return reduced
+
+
+def _frozen(patterns: tuple[str, ...], account: ModelAccount, notes: list[str]) -> tuple[str, ...]:
+    """The patterns that name some of the reduced model's parameters, and leave others to train."""
+    chosen = tuple(pattern for pattern in patterns if with_frozen(account, (pattern,)).frozen)
+    if len(with_frozen(account, chosen).frozen) == len(account.parameters):
+        chosen = ()
+    if chosen != patterns:
+        notes.append(f"training.freeze names blocks that the reduced model lacks: {len(chosen)} of its patterns stay")
+    return chosen
 
 
 def _compiled(config: Compile, notes: list[str], *, inductor: bool) -> Compile:

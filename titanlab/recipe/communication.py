@@ -16,7 +16,7 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
             model, with the stages of the recipe's pipeline.
     """
     config, layout = recipe.parallelism, recipe.layout
-    model = account_for(account or recipe.model.account(), layout)
+    model = account_for(account or recipe.account, layout)
     formats = recipe.precision.formats()
     stages: list[tuple[str, ...]] = []
     placement: list[int] = [0]
@@ -42,6 +42,8 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
         float8_gathered=recipe.precision.float8_gathered(model),
         mixed=formats.mixed,
         reshards=config.frees_after_forward,
+        gathered_blocks=config.gathered_blocks,
+        prefetch=config.prefetch,
         reduces_each=recipe.reduces_each,
         sequence_parallel=config.sequence_parallel,
         loss_parallel=config.loss_parallel,

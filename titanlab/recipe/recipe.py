@@ -15,7 +15,16 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titanlab.checkpoint import check_address, is_address
-from titanlab.costs import AUTO, Layout, ModelAccount, Operation, automatic_chunk, is_in_block, resolve_layout
+from titanlab.costs import (
+    AUTO,
+    Layout,
+    ModelAccount,
+    Operation,
+    automatic_chunk,
+    is_in_block,
+    resolve_layout,
+    with_frozen,
+)
 from titanlab.errors import ConfigError
 from titanlab.options import OUTSIDE_STEP, discover, schema_of
 from titanlab.parallelism import Parallelism
@@ -112,6 +121,11 @@ class Recipe:
     @property
     def layout(self) -> Layout:
         return self.parallelism.layout
+
+    @property
+    def account(self) -> ModelAccount:
+        """The model's account, with the parameters that this recipe does not train."""
+        return with_frozen(_account(self.model), self.training.freeze)
 
     @property
     def local_batch(self) -> int:

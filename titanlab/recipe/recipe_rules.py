@@ -7,6 +7,7 @@ that passes may still run out of memory, and then ends as `oom`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from titanlab.costs import (
     cut_dim,
     divisors,
     parameter_style,
+    with_frozen,
 )
 from titanlab.data import source
 from titanlab.distributed import Host
@@ -105,6 +107,36 @@ def check_training(recipe: Recipe) -> None:
         raise ConfigError("training.check_every", training.check_every, rule, "set that too, or try 0")
     if recipe.loss_chunk and (reason := needs_whole_logits(recipe)) is not None:
         raise ConfigError("training.loss_chunk", training.loss_chunk, *reason)
+    if training.freeze:
+        _check_freeze(recipe)
+
+
+def _check_freeze(recipe: Recipe) -> None:
+    """Check that every pattern names a parameter, and that every stage of a pipeline has one to train."""
+    key, patterns, account = "training.freeze", recipe.training.freeze, recipe.account
+    names = list(account.parameters)
+    for pattern in patterns:
+        if not with_frozen(account, (pattern,)).frozen:
+            near = difflib.get_close_matches(pattern, {step for name in names for step in _paths(name)}, n=3)
+            cure = f"try {', '.join(near)}" if near else f"give steps of a path such as {names[len(names) // 2]}"
+            raise ConfigError(key, pattern, "names no parameter of the model", cure)
+    stages = pieces_by_stage(recipe) if recipe.layout.pipeline > 1 else []
+    if len(account.frozen) == len(names):
+        raise ConfigError(key, as_typed(patterns), "names all parameters of the model", "leave some to train")
+    for number, pieces in enumerate(stages):
+        begins = tuple(f"{piece}." for piece in pieces)
+        if not any(name.startswith(begins) for name in names if name not in account.frozen):
+            whole = " to ".join(dict.fromkeys((pieces[0], pieces[-1])))
+            rule = f"leaves nothing to train in stage {number} of the pipeline: {whole}"
+            cure = "freeze less, or cut the model elsewhere with parallelism.split, or try parallelism.pipeline=1"
+            raise ConfigError(key, as_typed(patterns), rule, cure)
+
+
+def _paths(name: str) -> Iterator[str]:
+    """What a pattern may name of a parameter: each of its steps, and the path up to each."""
+    steps = name.split(".")
+    yield from steps
+    yield from (".".join(steps[:count]) for count in range(2, len(steps) + 1))
 
 
 def check_processes(world: int) -> None:
@@ -132,6 +164,15 @@ def _layout_fits(recipe: Recipe) -> None:
     if config.reduce_gradients == "each" and splits_backward(recipe):
         rule = f"needs gradients block by block, and {recipe.schedule.kind} computes those of a stage at once"
         raise ConfigError("parallelism.reduce_gradients", "each", rule, "try last, or schedule=1f1b")
+    is_fsdp = layout.data_parallelism(mixed=recipe.precision.formats().mixed) == "fsdp2"
+    for name, default in (("gathered_blocks", 1), ("prefetch", 0)):
+        if getattr(config, name) != default and not is_fsdp:
+            rule = "is about the gathers of FSDP2, and nothing is sharded"
+            raise ConfigError(f"parallelism.{name}", getattr(config, name), rule, "try parallelism.shard=2")
+    if config.gathered_blocks > 1 and not config.frees_after_forward:
+        rule = "keeps some blocks gathered, and here all stay gathered until the backward"
+        cure = "try 1, or parallelism.reshard_after_forward=always"
+        raise ConfigError("parallelism.gathered_blocks", config.gathered_blocks, rule, cure)
     if config.cpu_offload and layout.fsdp == 1:
         rule = "moves sharded parameters, and nothing is sharded"
         raise ConfigError("parallelism.cpu_offload", True, rule, "try parallelism.shard=2")

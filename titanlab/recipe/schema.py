@@ -26,6 +26,8 @@ class Training:
         loss_chunk: the head and the loss are computed in chunks of this many tokens, so that the logits of a microbatch
             never exist whole; 0 or null: they do. -1: chunks only if a process's logits of a microbatch exceed 1 GiB in
             float32: the largest power of two whose logits are at most 512 MiB.
+        freeze: parameters that are not trained, by steps of their paths, such as `tok_embeddings`, `layers.0` or
+            `attention.w*`.
         max_grad_norm: gradients are scaled down to this norm; null: never.
         deterministic: use only algorithms that give the same bits every time.
         validate_every: steps between validations; 0: never.
@@ -54,6 +56,7 @@ class Training:
         default=AUTO,
         metadata={"before": 0, "least": AUTO, "cure": "try 1024, 0 for whole logits, or -1 to choose by their size"},
     )
+    freeze: tuple[str, ...] = field(default=(), metadata={"before": ()})
     max_grad_norm: float | None = field(default=1.0, metadata={"positive": True, "cure": "try 1.0, or null"})
     deterministic: bool = field(default=False, metadata=NOT_PRICED)
     validate_every: int = field(default=0, metadata={**NEITHER, "least": 0})

@@ -477,6 +477,9 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,
         memory_budget=recipe.ac.compiler_budget(),
     )
+    # After the steps that replace parameters, and before FSDP2 and DDP read which ones are trained.
+    for name in recipe.account.frozen.intersection(named := dict(model.named_parameters())):
+        named[name].requires_grad = False
     sharded = _apply_data_parallelism(model, recipe, world, mesh, experts)
     scaled = [parameter for module in experts for parameter in module.parameters()]
     summed = [parameter for name, parameter in model.named_parameters() if name in summands]
@@ -509,7 +512,8 @@ def _apply_data_parallelism(
             list(model.layers.values()),
             mesh.data_parallel,
             formats,
-            reshard_after_forward=recipe.parallelism.frees_after_forward,
+            freed=recipe.parallelism.freed_blocks(len(model.layers)),
+            prefetch=recipe.parallelism.prefetch,
             cpu_offload=recipe.parallelism.cpu_offload,
             whole=units.whole,
             apart=units.apart,

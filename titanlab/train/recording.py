@@ -440,12 +440,12 @@ CONVENTION = "6(N−N_emb)+12·L·H·Q·T"
 
 def work(recipe: Recipe, device: torch.device) -> RunWork:
     """The constants for computing TFLOP/s and MFU from throughput."""
-    note = recipe.precision.mfu_note
+    note, account = recipe.precision.mfu_note, recipe.account
     peak, source = peak_flops(recipe.cluster, device, dtype_named(recipe.precision.formats().compute))
     return RunWork(
         devices=recipe.layout.world,
-        flops_per_token=training_flops_per_token(recipe.model.account(), seq_len=recipe.training.seq_len),
-        convention=CONVENTION,
+        flops_per_token=training_flops_per_token(account, seq_len=recipe.training.seq_len),
+        convention=f"{CONVENTION}, less what is frozen" if account.frozen else CONVENTION,
         peak_flops=peak,
         peak_source=f"{source}; {note}" if note else source,
         may_exceed_peak=bool(note),
@@ -456,7 +456,7 @@ def start_rows(
     recipe: Recipe, run: RunFolder, device: torch.device, constants: RunWork, position: Position
 ) -> list[tuple[str, object]]:
     """The rows of the table at the start."""
-    account = recipe.model.account()
+    account = recipe.account
     training, cluster = recipe.training, recipe.cluster
     vocabulary = grouped(account.vocab_size)
     accumulation = recipe.local_batch // recipe.microbatch
@@ -467,6 +467,9 @@ def start_rows(
     parameters = grouped(account.parameter_count)
     if account.experts is not None:
         parameters += f", of which {grouped(account.active_count)} compute a token"
+    if account.frozen:
+        frozen = sum(math.prod(account.parameters[name]) for name in account.frozen)
+        parameters += f"; {grouped(frozen)} are frozen"
     techniques: list[tuple[str, object]] = []
     if checkpointing := recipe.ac.describe():
         techniques.append(("checkpointing", checkpointing))
@@ -482,7 +485,7 @@ def start_rows(
         ("precision", recipe.precision.describe(account, accelerator=cluster.accelerator, device=str(cluster.device))),
         *techniques,
         ("tokens per step", f"{grouped(recipe.tokens_per_step)} ({batch})"),
-        ("FLOPs per token", f"{short(constants.flops_per_token)} ({CONVENTION})"),
+        ("FLOPs per token", f"{short(constants.flops_per_token)} ({constants.convention})"),
         ("peak per device", peak),
         ("data", recipe.data.kind),
         ("steps", grouped(training.steps)),

@@ -143,7 +143,7 @@ def train(
         assembled = assemble(recipe, world, mesh, phase=profiler.phase)
         watchdog.learn(topology(mesh, assembled.messages))
         model = assembled.model
-        parameters = dict(model.named_parameters())
+        parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         optimizer = recipe.optimizer.implementation().build(parameters)
         gradients = Gradients(parameters.values(), world.world // recipe.layout.pipeline)
         start_up.begin("state", "loading the state to start from")
@@ -224,7 +224,7 @@ def train(
                 report(validate(recipe, assembled, world, mesh))
 
         repeated = RepeatedStep(recipe.training.check_every, assembled, optimizer, world)
-        stack.enter_context(profiled(profiler, run, world, mesh, recorder, attempt=attempt))
+        stack.enter_context(profiled(profiler, run, world, mesh, recorder, attempt=attempt, model=model))
         rank_times = RankTimes(
             recipe.training.compare_ranks_every,
             world,
@@ -426,7 +426,7 @@ def load_start(
 
 @contextlib.contextmanager
 def profiled(
-    profiler: Profiler, run: RunFolder, world: World, mesh: Mesh, recorder: Recorder, *, attempt: int
+    profiler: Profiler, run: RunFolder, world: World, mesh: Mesh, recorder: Recorder, *, attempt: int, model: nn.Module
 ) -> Iterator[None]:
     """Start this rank's profiler, and close it at the end."""
 
@@ -447,6 +447,7 @@ def profiled(
             gather=world.gather,
             report=recorder.measured,
             failed=failed,
+            model=model,
         )
     )
     profiler.start(run.traces, rank=world.rank, attempt=attempt, on_gpu=world.device.type == "cuda")

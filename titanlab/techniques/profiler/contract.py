@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from titanlab.costs import OptionConfig
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 class ProfilerConfig(OptionConfig, Protocol):
-    """A config of the group `profiler`: a dataclass that inherits from this class."""
+    """A config of the group `profiler`: a dataclass that inherits from this class.
+
+    Attributes:
+        uses_torch_profiler: whether it runs torch.profiler, which one profiler of a process can do at a time.
+    """
+
+    kind: str
+    uses_torch_profiler: ClassVar[bool] = False
 
     @abstractmethod
     def implementation(self) -> Profiler:
@@ -40,6 +50,7 @@ class Links:
         report: takes the kind of a row of metrics, the step, the metrics, and lines for the log; rank 0 writes them.
         failed: takes the thing that could not be written, such as a file, and the reason; writes one line into this
             rank's log.
+        model: the module with this rank's part of the model.
     """
 
     axes: Mapping[str, str]
@@ -47,6 +58,7 @@ class Links:
     gather: Callable[[dict[str, float]], list[dict[str, float]]]
     report: Callable[[str, int, Mapping[str, float], Sequence[str]], None]
     failed: Callable[[str, Exception | str], None]
+    model: nn.Module
 
 
 class Profiler(Protocol):
@@ -83,3 +95,34 @@ class Profiler(Protocol):
 
 class NoProfiler(Profiler):
     """Does nothing."""
+
+
+class SeveralProfilers(Profiler):
+    """Passes every call on to each profiler."""
+
+    def __init__(self, profilers: Sequence[Profiler]) -> None:
+        self._profilers = profilers
+
+    def connect(self, links: Links) -> None:
+        for profiler in self._profilers:
+            profiler.connect(links)
+
+    def start(self, traces: Path, *, rank: int, attempt: int, on_gpu: bool) -> None:
+        for profiler in self._profilers:
+            profiler.start(traces, rank=rank, attempt=attempt, on_gpu=on_gpu)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for profiler in self._profilers:
+                stack.enter_context(profiler.phase(name))
+            yield
+
+    def after_step(self, step: int) -> None:
+        for profiler in self._profilers:
+            profiler.after_step(step)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for profiler in self._profilers:
+                stack.callback(profiler.close)

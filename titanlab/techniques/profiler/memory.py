@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from titanlab.costs import BLOCKS
 from titanlab.system import trimmed
 from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.held import consumers, resident_bytes
@@ -20,10 +23,12 @@ from titanlab.techniques.profiler.trace import OTHER, PHASES, write_whole
 
 RANK = "memory_by_phase/rank"
 _SAMPLE_SECONDS = 0.002
+# Phases in which memory belongs to a layer.
+_PASSES = ("forward", "backward")
 
 
 class MemoryProfiler(Profiler):
-    """Samples memory in windows of steps: resident memory on a CPU, allocated memory on a GPU."""
+    """Samples memory in windows of steps, by phase and by layer: resident on a CPU, allocated on a GPU."""
 
     def __init__(self, config: Memory) -> None:
         self._config = config
@@ -53,16 +58,35 @@ class MemoryProfiler(Profiler):
     def after_step(self, step: int) -> None:
         self._steps += 1
         if self._sampler is not None and step == self._last:
-            row = largest(self.links.gather(self._sampler.close()))
-            self._sampler = None
+            rows = self.links.gather(self._sampler.close())
+            self._sampler, row = None, largest(rows)
             peaks = ", ".join(f"{name} {row[metric(name)]:.3g} GiB" for name in PHASES if row[metric(name)])
             text = f"memory up to step {step}, largest of the ranks: {peaks}; most on rank {int(row[RANK])}"
-            self.links.report("memory", step, row, [text])
+            layers = self._by_layer(rows, step)
+            self.links.report("memory", step, row, [text, *layers])
             if self._records:
                 self._write_snapshot(f"step-{step}")
         if self._config.begins_after(self._steps):
             self._last = step + self._config.steps
-            self._sampler = _Sampler(self._used)
+            self._sampler = _Sampler(self._used, layers_of(self.links.model))
+
+    def _by_layer(self, rows: Sequence[dict[str, float]], step: int) -> list[str]:
+        """Write the layers' peaks, the largest of the ranks, into a table; return a line with the largest of all."""
+        names = list(dict.fromkeys(name for row in rows for name in row if name not in PHASES))
+        peaks = {name: max(row.get(name, 0.0) for row in rows) for name in names}
+        layers = dict.fromkeys(name.rpartition(" ")[0] for name in names)
+        if not layers:
+            return []
+        if self._rank == 0:
+            table = ["layer,forward_gib,backward_gib"]
+            for name in layers:
+                # A frozen layer may have no backward.
+                own = (peaks.get(f"{name} {each}") for each in _PASSES)
+                table.append(",".join([name, *("" if peak is None else f"{peak:.6f}" for peak in own)]))
+            path = self._traces / f"attempt-{self._attempt}-step-{step}.layers.csv"
+            write_whole(path, lambda aside: aside.write_text("\n".join(table) + "\n"), self.links.failed)
+        shown = ", ".join(f"{name} {peaks[name]:.3g} GiB" for name in sorted(names, key=lambda name: -peaks[name])[:3])
+        return [f"memory by layer up to step {step}, most in: {shown}"]
 
     def close(self) -> None:
         """Stop sampling and recording; a window that is open is not reported."""
@@ -82,13 +106,30 @@ class MemoryProfiler(Profiler):
             self._write_snapshot("out-of-memory")
 
 
-class _Sampler:
-    """Peaks by phase, sampled by a thread and where phases change."""
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model, and its other children, by their paths."""
+    layers: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        is_list = name == BLOCKS
+        layers |= {f"{name}.{key}": block for key, block in child.named_children()} if is_list else {name: child}
+    return layers
 
-    def __init__(self, used: Callable[[], int]) -> None:
-        self._used, self._phase = used, OTHER
+
+class _Sampler:
+    """Peaks by phase, and by layer and pass, sampled by a thread and where phases or layers change.
+
+    A layer's backward lasts from the gradient of its output to the next layer's, or to the end of the phase.
+    """
+
+    def __init__(self, used: Callable[[], int], layers: Mapping[str, nn.Module]) -> None:
+        self._used, self._phase, self._layer = used, OTHER, ""
         self._peaks = dict.fromkeys(PHASES, 0.0)
         self._ends = threading.Event()
+        self._hooks = []
+        for name, layer in layers.items():
+            # The gathers of FSDP2 are part of the layer: its hook that frees runs after this one.
+            self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._begin, name), prepend=True))
+            self._hooks.append(layer.register_forward_hook(functools.partial(self._end, name), prepend=True))
         self._note()
         self._thread = threading.Thread(target=self._sample, name="memory profiler", daemon=True)
         self._thread.start()
@@ -96,19 +137,36 @@ class _Sampler:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         outer = self._phase
-        self._note()
+        self._enter("")
         self._phase = name
         self._note()
         try:
             yield
         finally:
-            self._note()
+            self._enter("")
             self._phase = outer
 
+    def _enter(self, layer: str) -> None:
+        self._note()
+        self._layer = layer
+        self._note()
+
+    def _begin(self, layer: str, *_: Any) -> None:
+        self._enter(layer)
+
+    def _end(self, layer: str, _: nn.Module, __: Any, output: Any) -> None:
+        # A block that is recomputed ends in its own backward.
+        if self._phase != "backward":
+            self._enter("")
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(functools.partial(self._begin, layer))
+
     def close(self) -> dict[str, float]:
-        """The peaks in GiB, by phase; 0 for a phase that was not entered."""
+        """The peaks in GiB, by phase, 0 for a phase that was not entered; then by layer and pass."""
         self._ends.set()
         self._thread.join()
+        for hook in self._hooks:
+            hook.remove()
         return dict(self._peaks)
 
     def _sample(self) -> None:
@@ -116,8 +174,11 @@ class _Sampler:
             self._note()
 
     def _note(self) -> None:
-        phase = self._phase
-        self._peaks[phase] = max(self._peaks[phase], self._used() / 2**30)
+        phase, layer, used = self._phase, self._layer, self._used() / 2**30
+        self._peaks[phase] = max(self._peaks[phase], used)
+        if layer and phase in _PASSES:
+            name = f"{layer} {phase}"
+            self._peaks[name] = max(self._peaks.get(name, 0.0), used)
 
 
 def metric(phase: str) -> str:

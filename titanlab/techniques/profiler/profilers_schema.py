@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from titanlab.costs import Setting
 from titanlab.errors import ConfigError
-from titanlab.options import option
-from titanlab.techniques.profiler.contract import NoProfiler, Profiler, ProfilerConfig
+from titanlab.options import combines, option
+from titanlab.techniques.profiler.contract import NoProfiler, Profiler, ProfilerConfig, SeveralProfilers
 
 
 @option("profiler", "off")
@@ -19,6 +21,32 @@ class NoProfiling(ProfilerConfig):
 
     def implementation(self) -> Profiler:
         return NoProfiler()
+
+
+@combines("profiler")
+class Combined(ProfilerConfig):
+    """Profilers that run together, `profiler=[trace,memory]`; each has a field of its option's name."""
+
+    def parts(self) -> dict[str, ProfilerConfig]:
+        return {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "kind"}
+
+    def check(self, setting: Setting) -> None:
+        parts = self.parts()
+        kinds = [config.kind for config in parts.values()]
+        shown, torchs = f"[{','.join(parts)}]", [name for name, config in parts.items() if config.uses_torch_profiler]
+        if repeated := [kind for kind in kinds if kinds.count(kind) > 1]:
+            rule = f"has two profilers of kind {repeated[0]}"
+            raise ConfigError("profiler", shown, rule, "leave one of them out")
+        if len(torchs) > 1:
+            rule = f"{' and '.join(torchs)} both record with torch.profiler, which runs once in a process"
+            raise ConfigError("profiler", shown, rule, "leave one of them out")
+        if "off" in kinds:
+            raise ConfigError("profiler", shown, "off is no profiler", "leave it out")
+        for config in parts.values():
+            config.check(setting)
+
+    def implementation(self) -> Profiler:
+        return SeveralProfilers([config.implementation() for config in self.parts().values()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +80,7 @@ class Windows(ProfilerConfig):
 @option("profiler", "memory")
 @dataclass(frozen=True, kw_only=True)
 class Memory(Windows):
-    """The peak of memory by phase of the step, as metrics; on GPUs also snapshots, at out-of-memory too.
+    """The peak of memory by phase of the step, as metrics, and by layer; on GPUs also snapshots, at out-of-memory too.
 
     Attributes:
         entries: allocations and frees that a snapshot keeps, the latest ones.
@@ -82,6 +110,7 @@ class Trace(Windows):
     """
 
     kind: str = "trace"
+    uses_torch_profiler: ClassVar[bool] = True
     shapes: bool = True
     stacks: bool = False
 
@@ -97,6 +126,7 @@ class Breakdown(Windows):
     """How the time of a step divides into parts, as metrics, from steps that torch.profiler records."""
 
     kind: str = "breakdown"
+    uses_torch_profiler: ClassVar[bool] = True
     # Profiled steps are slower: their share of the run's time stays small.
     every: int = 100
 

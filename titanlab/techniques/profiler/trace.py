@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import csv
+import functools
 import gzip
 import json
 import os
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from titanlab.system import refusal
@@ -215,8 +218,8 @@ def line(parts: Mapping[str, float]) -> str:
 FAULTS = (OSError, RuntimeError, ValueError)
 
 
-def write_whole(path: Path, write: Callable[[Path], object], failed: Callable[[str, Exception], None]) -> None:
-    """Write a file under another name, and rename it; if this fails, report it and leave no file."""
+def write_whole(path: Path, write: Callable[[Path], object], failed: Callable[[str, Exception], None]) -> bool:
+    """Write a file under another name, and rename it; if this fails, report it, leave no file, and return False."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         # Do not create parents: a run's folder that was moved or removed must not come back.
@@ -225,9 +228,11 @@ def write_whole(path: Path, write: Callable[[Path], object], failed: Callable[[s
         aside.replace(path)
     except FAULTS as error:
         failed(str(path), error)
+        return False
     finally:
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
+    return True
 
 
 @contextlib.contextmanager
@@ -293,8 +298,15 @@ class WindowsProfiler(Profiler):
         self._end()
 
 
+# Most operators in a row of metrics, and in the line of the log.
+_OPERATORS, _SHOWN = 10, 3
+
+
 class TraceProfiler(WindowsProfiler):
-    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window; an incomplete one has fewer steps."""
+    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window; an incomplete one has fewer steps.
+
+    Beside it, `….operators.csv` has the operators, the costliest first; rank 0 reports the first of them.
+    """
 
     _config: Trace
 
@@ -306,8 +318,54 @@ class TraceProfiler(WindowsProfiler):
             with chrome_trace(running) as trace, trace.open("rb") as source, gzip.open(path, "wb") as target:
                 shutil.copyfileobj(source, target)
 
-        name = f"attempt-{self._attempt}-steps-{self._first}-{self._last}-rank-{self._rank}.json.gz"
-        write_whole(self._traces / name, write, self.links.failed)
+        name = f"attempt-{self._attempt}-steps-{self._first}-{self._last}-rank-{self._rank}"
+        if not write_whole(self._traces / f"{name}.json.gz", write, self.links.failed):
+            return
+        operators = costliest(running)
+        write_whole(
+            self._traces / f"{name}.operators.csv", functools.partial(_write_table, operators), self.links.failed
+        )
+        steps = self._last - self._first + 1
+        row = {f"operators/{each.name}(s)": each.seconds / steps for each in operators[:_OPERATORS]}
+        whole = sum(each.seconds for each in operators)
+        shown = ", ".join(f"{each.name} {100 * each.seconds / whole:.1f}%" for each in operators[:_SHOWN])
+        if row:
+            text = f"steps {self._first} to {self._last}, costliest operators of rank 0: {shown}"
+            self.links.report("operators", self._last, row, [text])
+
+
+class OperatorTime(NamedTuple):
+    """An operator in a profile: without the operators that it calls, in seconds of all steps.
+
+    Attributes:
+        seconds: of the device, or of the host in a profile without a device.
+    """
+
+    name: str
+    calls: int
+    host_seconds: float
+    device_seconds: float
+    seconds: float
+
+
+def costliest(running: profile) -> list[OperatorTime]:
+    """The operators of a profile, the costliest first."""
+    found = [
+        (event.key, event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
+        for event in running.key_averages()
+        # The device's own events are its kernels, whose time the operators have too.
+        if event.device_type == DeviceType.CPU and not event.is_user_annotation
+    ]
+    on_device = any(device for *_, device in found)
+    operators = (OperatorTime(*each, seconds=each[3 if on_device else 2]) for each in found)
+    return sorted((each for each in operators if each.seconds > 0), key=lambda each: -each.seconds)
+
+
+def _write_table(operators: Sequence[OperatorTime], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("operator", "calls", "host_seconds", "device_seconds"))
+        writer.writerows((each.name, each.calls, *each[2:4]) for each in operators)
 
 
 class BreakdownProfiler(WindowsProfiler):
