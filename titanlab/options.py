@@ -29,9 +29,9 @@ from titanlab.errors import ConfigError
 from titanlab.ranges import ranged
 
 T = TypeVar("T", bound=type)
-# What a field's metadata says of a step. Without it, another value of the field changes the planner's estimate.
-# Nobody has measured the field's effect on the time of a step: the planner says so. A tuple in place of True: only for
-# these values of the field.
+# Metadata of a config field, about steps. A field without such metadata changes the planner's estimate.
+# Here nobody has measured how the field changes the time of a step, and the planner says so. A tuple of values in place
+# of True: this holds only for these values of the field.
 NOT_PRICED = {"not_priced": True}
 # The field, or its whole group, changes neither time nor memory of a step without validation, checkpoint and profile.
 OUTSIDE_STEP = {"in_step": False}

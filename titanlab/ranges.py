@@ -31,7 +31,7 @@ def ranged(prefix: str) -> Callable[[T], T]:
     Lists become tuples. Whole numbers: an absolute value of at most `MOST`. Floats: finite. Fields whose names end in
     `_seconds`: at most `MOST_SECONDS`. A field's metadata adds to this: `most` of a whole number (None: another rule
     checks it), `least`, `positive` (True), `choices`, and the `cure` of these if it is not the default. A class that
-    declares a field again keeps these of its bases.
+    declares a field again inherits the metadata from its bases.
 
     Args:
         prefix: prefix of the keys in errors, such as `model.`; empty for the recipe's own keys.
@@ -115,7 +115,7 @@ def _check_limits(key: str, field: dataclasses.Field[Any], limits: _Limits, valu
     if value is None and re.search("None|Optional", str(field.type)):
         return
     least, cure = limits.get("least"), limits.get("cure", f"try {_usual(field)}")
-    # A value that is no number can only come from Python.
+    # A value that is not a number can only come from Python code.
     is_number = isinstance(value, numbers.Real)
     # `not … >=`, because `nan < least` is False.
     if least is not None and not (is_number and value >= least):

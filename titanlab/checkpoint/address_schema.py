@@ -1,4 +1,4 @@
-"""Addresses of remote stores, such as `s3://bucket/folder`, and what is refused about them. Free of torch."""
+"""Addresses of remote stores, such as `s3://bucket/folder`, and the checks of them. Free of torch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def check_address(key: str, text: str) -> None:
     authority = rest.partition("/")[0]
     user, at, _ = authority.rpartition("@")
     if at and (":" in user or protocol not in _WITH_USER):
-        # Errors show the value.
+        # Errors show the value: hide the secret.
         shown = text.replace(user, _SECRET)
         rule = "holds a password or a token, and config.yaml, the logs and the tracker would hold it too"
         raise ConfigError(key, shown, rule, _elsewhere(text.replace(f"{user}@", "")))
@@ -116,7 +116,7 @@ def check_address(key: str, text: str) -> None:
 
 
 def check_installed(key: str, text: str) -> None:
-    """Check that a store can be used: its package is installed, and other processes can read the files that one writes.
+    """Check that a store can be used: its package is installed, and its files are the same for all processes.
 
     Raises:
         ConfigError: the store cannot be used, or no package is known for the protocol.

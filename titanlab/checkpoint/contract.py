@@ -86,7 +86,7 @@ class Saver(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would not wait, and has news: a save that is complete or has failed."""
+        """Whether a save has completed or failed since the last `wait`, so that `wait` would return at once."""
         return False
 
     @abstractmethod

@@ -113,7 +113,7 @@ def is_checkpoint(path: Place) -> bool:
 
 
 def has_pickle(checkpoint: Place) -> TypeGuard[Path]:
-    """Whether a folder is one of torch.distributed.checkpoint; stores hold titanlab's own checkpoints only."""
+    """Whether a folder is a torch.distributed.checkpoint, whose metadata is a pickle; a store never has one."""
     return (
         isinstance(checkpoint, Path)
         and os.path.lexists(checkpoint / METADATA)

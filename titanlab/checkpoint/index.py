@@ -230,7 +230,7 @@ def needed_spans(
     Args:
         sizes: of the chunk.
         offsets, lengths: of the part.
-        gap: ranges may include bytes between them that are fewer than this.
+        gap: ranges with fewer bytes than this between them are joined.
 
     Returns:
         first byte and end of each range, from the beginning of the chunk.

@@ -179,7 +179,7 @@ class ShardReader(Reader):
         if len(items) == 1 and len(spans[0]) == 1:
             target = planner.resolve_tensor(items[0]).detach()
             first, end = spans[0][0]
-            # The bytes of the file may be those of the tensor.
+            # If the bytes in the file are exactly those of the tensor, read into it without a buffer.
             if (
                 type(target) is Tensor
                 and target.device.type == "cpu"

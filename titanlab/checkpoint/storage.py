@@ -272,7 +272,7 @@ class StoreFolder:
         return _bounded(name, bytes(content), most_bytes)
 
     def put(self, name: str, content: bytes) -> None:
-        """Also read it back; StoreFault: the store has kept other bytes."""
+        """Write a small object, and read it back; StoreFault: the store has kept other bytes."""
 
         def written(store: Any, name: str) -> None:
             store.pipe_file(name, content)
@@ -504,7 +504,7 @@ class BlockWriter:
         rest = memoryview(content)
         while len(rest):
             if not self._filled and len(rest) >= _BUFFER:
-                # Without a copy, for which Python would also hold its lock; everything else here releases it.
+                # Write without a copy: copying would hold Python's lock, which everything else here releases.
                 self._put(rest[:_BUFFER])
                 rest = rest[_BUFFER:]
                 continue

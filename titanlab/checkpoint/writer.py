@@ -84,7 +84,7 @@ class Part(NamedTuple):
 
 
 def flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a nested state by their names in the checkpoint, which DCP's planner of a load uses too."""
+    """The entries of a nested state by their names in the checkpoint; DCP's load planner uses the same names."""
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(dict(state), None, is_coordinator=True)
     return planner.state_dict

@@ -88,7 +88,7 @@ def answer(flags: Flags) -> None:
         if config is None:
             rule = f"package '{options.package}' not found in config"
             raise ConfigError(ARGUMENTS, " ".join([*flags.overrides, *flags.flags]), rule, HELP)
-        # A config that is written into a file is read again.
+        # Only a terminal needs harmless text: a config in a file is read again, so it must stay unchanged.
         sys.stdout.write(harmless_lines(config) if sys.stdout.isatty() else config)
         return
     # Hydra raises its errors instead of printing them.

@@ -96,7 +96,7 @@ _SAME = {
 
 
 def repro_verb(args: Namespace) -> int:
-    """Make the folder, and print the command that runs it again. Returns 1 if the code is not the run's own."""
+    """Restore a run into a folder, and print the command that repeats it. Returns 1 if the code is not the run's."""
     run = RunFolder(find_run(args.run, args.runs).path.absolute())
     check_unedited(run)
     attempt = run.chosen_attempt(args.attempt)

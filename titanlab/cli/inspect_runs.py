@@ -50,7 +50,7 @@ Fits = Callable[[bytes], object]  # whether a line is wanted
 
 
 def logs_verb(args: Namespace) -> int:
-    """Print the logs. Returns 0, also when Ctrl-C ends the following."""
+    """Print the logs. Returns 0, also when Ctrl-C ends --follow."""
     if args.tail is not None and args.tail < 0:
         raise ConfigError("--tail", args.tail, "must not be negative", "try 100")
     if args.follow and args.attempt is not None:

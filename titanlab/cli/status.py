@@ -138,7 +138,7 @@ def report_verb(args: Namespace) -> int:
     from titanlab.report import check_matplotlib, write_report
 
     check_matplotlib(sweep.name)
-    # A name with the ending of a page is a file, any other one a folder.
+    # A path that ends in .html or .htm is a file; any other path is a folder.
     into = sweep.path if args.into is None else user_path(args.into)
     if into.suffix.lower() not in (".html", ".htm") or into.is_dir():
         if into.exists() and not into.is_dir():

@@ -37,7 +37,7 @@ class Activation:
         accelerator: the only accelerator on which the tensor exists; empty: all.
         with_experts: the cut with expert parallelism, where each rank of the tensor axis routes its own tokens; `only`:
             the tensor exists only with expert parallelism, cut as the stream; empty: the cut does not change. With
-            expert parallelism a tensor with the cut `all` has this rank's experts, unless it exists only then.
+            expert parallelism a tensor with the cut `all` covers this rank's experts, unless it exists only then.
     """
 
     name: str

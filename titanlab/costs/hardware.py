@@ -59,8 +59,8 @@ _L40S = _peaks(362, fp8=733, tf32=183, fp32=91.6)
 _MI300X = _peaks(1300, fp8=None, tf32=653.7, fp32=163.4)
 # Hopper: medians over the products of a step of Llama 3 8B, on an H200 at its limit of 700 W, where its clock is 1.45
 # of 1.98 GHz (benchmarks/results/gpu_session_h200); an H100 computes as an H200. They are 0.85 of the largest rates
-# over all shapes (MAMF), which for Blackwell are the only figures: 1,745, 3,432.5 and 1,822 TFLOP/s. A100: MAMF, 0.87
-# of the peak; the limit of its power hardly lowers its clock.
+# over all shapes (MAMF). Blackwell has only MAMF figures: 1,745, 3,432.5 and 1,822 TFLOP/s. A100: MAMF, 0.87 of the
+# peak; its power limit hardly lowers its clock.
 _A100_PRODUCTS = {"bfloat16": 271.2}
 _HOPPER_PRODUCTS = {"bfloat16": 673.7, "float8_e4m3fn": 1200.0}
 _B200_PRODUCTS = {"bfloat16": 1480.0, "float8_e4m3fn": 2834.0}

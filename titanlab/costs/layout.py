@@ -36,7 +36,7 @@ class Layout:
         context: processes that each have a part of every sequence.
         tensor: processes that each have a part of every layer.
         expert: processes that each have a part of every block's experts. They are neighbours among those of shard,
-            context and tensor: this degree divides their product, and multiplies nothing.
+            context and tensor: this degree divides their product, and adds no processes.
     """
 
     pipeline: int = 1

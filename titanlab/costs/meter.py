@@ -41,7 +41,7 @@ DATA_PERCENT = "time_metrics/data_loading(%)"
 TOKENS_SEEN = "n_tokens_seen"
 MEMORY_ACTIVE = "memory/max_active(GiB)"
 MEMORY_RESERVED = "memory/max_reserved(GiB)"
-# The largest of all ranks, and the rank that has it.
+# The largest memory of all ranks, and the rank that has it.
 MEMORY_MOST, MEMORY_MOST_RANK = "memory/max_over_ranks(GiB)", "memory/max_rank"
 VALIDATION_LOSS = "validation_metrics/loss"
 WARMING_UP = "warming_up"

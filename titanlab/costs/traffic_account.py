@@ -201,7 +201,7 @@ def add_context(
         ends = only_forward or block in step.account.idle
         # The backward pass transfers keys and values once more.
         passes = 1 if ends else 2
-        # A rank's keys or values, and those of the first half of its tokens.
+        # Bytes of a rank's keys or values, and of those of the first half of its tokens.
         whole = step.tokens * heads * step.account.head_dim * step.element_bytes(block)
         half = whole // 2
         if step.context_method == "all_gather":

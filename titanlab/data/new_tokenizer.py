@@ -70,8 +70,8 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, file: Path) ->
 
 
 def _sentences(texts: Iterable[str], failures: list[Exception]) -> Iterator[str]:
-    # Longer than a line, so that a line end and the next line's indentation can become one piece; short for fast
-    # training.
+    # The parts are longer than a line, so that a line end and the next line's indentation can become one piece, and
+    # short enough for fast training.
     try:
         for text in texts:
             for start in range(0, len(text), _SENTENCE_CHARACTERS):

@@ -1,4 +1,4 @@
-"""The functions that other rooms call for every kind of data, and the rules that kinds of data share.
+"""The functions that other packages call for every kind of data, and the rules that kinds of data share.
 
 `titanlab.data.contract.DataSource` documents them as its methods. Free of torch; numpy is imported only
 when data is opened.

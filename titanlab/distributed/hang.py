@@ -64,7 +64,7 @@ _LOOK_SECONDS = 2.0
 # With more than 512 ranks each rank checks less often, to spare the file server, but often enough for ANSWER_SECONDS.
 _LOOKS_A_SECOND = 128
 _MOST_LOOK_SECONDS = 5.0
-# How long the CPU time of the main thread is measured, and the share of it in which a thread that computes has a core.
+# How long the main thread's CPU time is measured; a thread that computes has a core for at least this share of it.
 BUSY_SECONDS = 0.5
 _BUSY_SHARE = 0.1
 # Between the note and the exit: the other ranks, which wait for this one, write their own stacks meanwhile.
@@ -358,7 +358,7 @@ def _is_standard(file: str) -> bool:
 
 
 def waits_for_others(file: str) -> bool:
-    """Whether a source file computes or communicates: those of torch and titanlab, unless they read or write files."""
+    """Whether a source file computes or communicates: one of torch or titanlab that does not read or write files."""
     if file.startswith(_PACKAGE):
         return not file.removeprefix(_PACKAGE).startswith(_OWN_FILE_MODULES)
     is_torch = f"{os.sep}torch{os.sep}" in file
@@ -430,7 +430,7 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
 def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Outcome:
     """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis.
 
-    Without records, the rank is one that does not answer, or does not wait for others, or is behind the others.
+    Without records, the verdict names a rank that does not answer, does not wait for others, or is behind the others.
     """
     first = first_cause(notes)
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]

@@ -348,7 +348,7 @@ def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: Kil
 def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     """The outcome, with the last step of its attempt that any record shows.
 
-    Outside any attempt (0) a run neither gains nor loses steps: it keeps those and the figures of its last attempt.
+    Outside any attempt (0) a run keeps the steps and the figures of its last attempt.
     """
     # The status may be a second old, and not every step has a row of metrics.
     status, earlier = run.known_status(), None if outcome.attempt else run.result()
@@ -454,7 +454,7 @@ class Restarts:
         usable = world if usable is None else usable
         why = self._line(outcome)
         too_few = f"no smaller layout of at least launch.min_world={least} processes fits"
-        # Without the ranks that are left out: the same recipe if other processes take their places.
+        # The recipe without the ranks that are left out; the same recipe if other processes take their places.
         smaller: Recipe | None = None
         left_out = None
         if lost:

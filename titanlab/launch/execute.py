@@ -170,7 +170,7 @@ def continue_run(
 
 
 class RanksHere(Group):
-    """The ranks of a run that this process starts: all of them, or the one that torchrun or srun has made it.
+    """The ranks of a run that this process starts: all of them, or the one as which torchrun or srun started it.
 
     Args:
         recipe: prepared; None: the job's, which is prepared first.

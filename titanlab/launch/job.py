@@ -266,7 +266,7 @@ class Loss:
 
 
 def answer_call(run: RunFolder, attempt: int, rank: int) -> None:
-    """Say that a rank of the job waits for the attempt after this one; a full disk prevents it."""
+    """Say that a rank of the job waits for the attempt after this one; does nothing if the disk is full."""
     folder = run.attempt_folder(attempt) / ANSWERS
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
@@ -332,7 +332,7 @@ class RankGroup(Group):
         members: ranks of the job that take part; empty: all of them.
     """
 
-    # Its task writes the records.
+    # Rank 0 cannot be left out: its task writes the records.
     fixed = (0,)
 
     def __init__(self, job: Job, report: Callable[[str], None]) -> None:

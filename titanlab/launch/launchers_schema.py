@@ -16,8 +16,8 @@ class Local(LaunchConfig):
     """Processes on this host.
 
     Attributes:
-        threads: threads of one process; null: OMP_NUM_THREADS of the environment, but not more than an equal share of
-            the host's cores, and that share without it.
+        threads: threads of one process; null: an equal share of the host's cores, or OMP_NUM_THREADS of the environment
+            if that is less.
         at_once: processes of all runs of a sweep together that run at once; null: as many as the host has cores. A
             larger run runs alone.
         restarts: how often the ranks start again in place, from the newest checkpoint, after one of them has died.
@@ -85,10 +85,10 @@ class Slurm(LaunchConfig):
         requeue: whether a job that was preempted or has reached its time limit puts itself back into the queue.
         max_requeues: how often a job may put itself back.
         restarts: how often the ranks of a job start again in place, from the newest checkpoint, after one has died.
-        min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it, as at least
-            so many processes; null: they do not.
-        threads: of one process; null: OMP_NUM_THREADS of the environment, but not more than the process has cores, and
-            all of them without it: cpus_per_task, or an equal share of the node's.
+        min_world: after a rank has failed twice in a row, or its node is lost, the others go on without it if at least
+            this many processes are left; null: they do not.
+        threads: of one process; null: the cores of the process (cpus_per_task, or an equal share of the node's), or
+            OMP_NUM_THREADS of the environment if that is less.
         python: interpreter on the nodes; null: the interpreter that submits.
         preamble: lines of bash before the processes start, such as `module load cuda`; one that fails ends the job.
         environment: environment variables of the processes, such as {NCCL_DEBUG: WARN}.

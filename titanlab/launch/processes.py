@@ -49,11 +49,11 @@ from titanlab.system import STOPPED, Console, module_command, process_state
 
 # A rank that is stopped for this time is reported, and is killed if the run was asked to stop.
 STOPPED_SECONDS = 5.0
-# After a second request: enough to write notes.
+# Time to end after a second stop request: enough to write notes.
 HURRY_SECONDS = 5.0
-# After a request before the first step: there is nothing to save.
+# Time to end after a stop request before the first step: there is nothing to save.
 START_SECONDS = 10.0
-# After a request, without a new step or state in status.json: a step and a save take less.
+# Time after a stop request without a new step or state in status.json: a step and a save take less.
 STOP_SECONDS = 600.0
 _ESCALATION_SECONDS = 0.5
 
@@ -85,7 +85,7 @@ class Escalation:
         self._asked_at = self._effect_at = self._hurried_at = 0.0
         self._progress: tuple[str, int] | None = None
         self._answer_due = self.hangs = self.is_over = False
-        # By rank, since when it is stopped; and the ranks of which that was said.
+        # By rank, since when it is stopped; and the ranks that were reported as stopped.
         self._stopped_since: dict[int, float] = {}
         self._said: set[int] = set()
         self._looked_at = -float("inf")
@@ -117,7 +117,7 @@ class Escalation:
         """
         now = self._clock()
         if self._answer_due:
-            # Not in the signal's handler.
+            # Answered here, because a signal's handler must not print.
             self._answer_due = False
             state, _ = self._state()
             if state in ("running", "saving"):
@@ -400,7 +400,7 @@ def wait_for(
     # Ranks that ended because of the first failure do not count.
     counted = failed or {rank for rank, code in codes.items() if code}
     if failed or hangs:
-        # One that has left the others without a word does.
+        # A rank that ended with exit code 0 before the failure or the hang does count.
         counted |= ended.keys() - failed
     return [Failure(rank=rank, exit_code=code) for rank, code in codes.items() if rank in counted]
 

@@ -122,7 +122,7 @@ STATES = ("intent", "submitted")
 HANDING_OVER = ".sbatch"
 # A submission of many runs takes some seconds.
 _CLAIM_SECONDS = 60.0
-# In a job name, Slurm's lists of names end at commas; other characters may be special to a shell or a file system.
+# Commas separate the names in Slurm's lists of jobs; other characters may be special to a shell or a file system.
 # Tokens, names of runs and numbers of jobs become paths and arguments of a scheduler's commands.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+/-]")

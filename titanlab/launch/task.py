@@ -43,7 +43,7 @@ from titanlab.system import Console, disk_fault
 CLAIM_SECONDS = 3.0
 # Seconds after a requeue: the processes of the last start may need a moment to end.
 CLAIM_AGAIN_SECONDS = 30.0
-# If their node is dead, a file server keeps its locks for a lease (90 s on NFS) and a grace period.
+# If the node of the last start is dead, a file server keeps the locks for a lease (90 s on NFS) and a grace period.
 CLAIM_DEAD_SECONDS = 150.0
 # After this time without a result, ranks of a job that survives the loss of a node ask whether rank 0 is lost.
 ALONE_SECONDS = 30.0

@@ -50,7 +50,7 @@ def say(text: str) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """In a new worker: leave a scheduler's signals to the watch, and hold its own signal until it is handled."""
+    """In a new worker: ignore a scheduler's signals, which the watch handles; block SIGHUP until it has a handler."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -167,7 +167,7 @@ class RankWatch:
         code = self._started.codes.get(rank, -signal.SIGKILL)
         self._stop.look(self._folder)
         self._pass_on()
-        # One that was ended here has its reason, unless the scheduler's was meant for all ranks.
+        # Record nothing for a worker that was killed here, unless there is a reason to stop for all ranks.
         if self._reason or not running:
             self._note(code, kills.evidence())
         return code

@@ -68,7 +68,7 @@ class ContextAttention(nn.Module):
         self.group_name: str = group.group_name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | HostStarts | None = None) -> Tensor:
-        # A model may pass its argument on unchanged.
+        # A model may pass on the `starts` of its forward unchanged.
         starts = starts.tensor if isinstance(starts, HostStarts) else starts
         out: Tensor = attention(q, k, v, starts, self.method, self.group_name, self.kernel)[0]
         return out
@@ -425,7 +425,7 @@ def transfer(sent: Pair, to: int, expected: Pair, source: int, group: ProcessGro
     A pair is two messages: copying keys and values into one buffer costs more than a second message.
 
     Returns:
-        waits for both, and returns the received pair.
+        a function that waits for both, and returns the received pair.
     """
     going = tuple(x.contiguous() for x in sent)
     works = batch_isend_irecv(
@@ -433,7 +433,7 @@ def transfer(sent: Pair, to: int, expected: Pair, source: int, group: ProcessGro
         + [P2POp(irecv, x, group=group, group_peer=source) for x in expected]
     )
 
-    # The default keeps the tensors until they are sent, even if the caller drops them.
+    # The default argument keeps the tensors until they are sent, even if the caller drops them.
     def received(_kept: tuple[Tensor, ...] = going) -> Pair:
         for work in works:
             work.wait()

@@ -1,8 +1,8 @@
 """Expert parallelism: each rank of a group has some of every block's experts, and tokens are sent to these experts and
 back.
 
-The ranks are neighbours on the axes shard, context and tensor, so the axis multiplies nothing: it is another view of
-the same ranks (`Mesh.experts`, docs/decisions/0037). No row is dropped (GShard, arXiv 2006.16668).
+The ranks are neighbours on the axes shard, context and tensor, so the axis adds no ranks: it is another view of the
+same ranks (`Mesh.experts`, docs/decisions/0037). No row is dropped (GShard, arXiv 2006.16668).
 """
 
 from __future__ import annotations

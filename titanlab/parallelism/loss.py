@@ -96,7 +96,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         logits, log_sum, labels, valid = ctx.saved_tensors
-        # In eager mode the gradient takes the place of its argument.
+        # In eager mode the gradient overwrites the logits.
         logits = logits.clone() if ctx.split.slope is _slope_in_parts else logits
         return ctx.split.slope(logits, log_sum, labels, ctx.split.columns.first, valid * gradients[0]), None, None
 
@@ -216,7 +216,7 @@ class _Gradients:
         needs_weight: bool,
         needs_bias: bool,
     ) -> None:
-        """`head`: the weight; `weight`: a tensor to which its gradient is added; None: a new one."""
+        """`head`: the head's weight; `weight`: the tensor to which its gradient is added; None: a new tensor."""
         self.tokens, self.weight = torch.empty_like(tokens), weight
         self.bias: Tensor | None = None
         # Cast once, not for each chunk.
@@ -271,7 +271,7 @@ def _statistics_in_parts(logits: Tensor, labels: Tensor, first: int) -> Tensor:
 
 
 def _slope_in_parts(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int, factor: Tensor) -> Tensor:
-    """`_slope` in eager mode: some rows at a time, in the place of the logits."""
+    """`_slope` in eager mode: some rows at a time, written over the logits."""
     size = part_rows(logits.shape[1], logits.device.type)
     for part, *numbers in zip(*(tensor.split(size) for tensor in (logits, log_sum, labels, factor)), strict=True):
         part_sum, part_labels, part_factor = numbers
@@ -309,7 +309,7 @@ class _HeadAndLoss(torch.autograd.Function):
         total = chunked.in_chunks(tokens, weight, bias, labels, gradients)
         if adds and weight.grad is None:
             weight.grad = distributed_like(weight, in_gradient_dtype(weight, gradients.weight))
-        # Only the results: the cast weight is freed here.
+        # Keep only the results, so that the cast weight is freed here.
         ctx.gradients = gradients.tokens, None if adds else gradients.weight, gradients.bias
         ctx.scale, ctx.weight = chunked.scale, None if adds else weight
         return total

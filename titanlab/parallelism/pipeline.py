@@ -114,7 +114,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor, labels: Tensor, positions: Tensor, documents: Packed | None = None) -> Tensor:
-        """The sum of the losses of up to microbatches · microbatch sequences; zero without the last stage.
+        """The sum of the losses of up to microbatches · microbatch sequences; zero on ranks without the last stage.
 
         A smaller batch is padded with labels that do not count, so that all ranks run the same collectives.
         """

@@ -100,7 +100,7 @@ def _outputs(
 
 
 class _Products(torch.autograd.Function):
-    """Forward: one product; backward: two products for each weight, whose own gradient may be deferred."""
+    """Forward: one product; backward: two products for each weight; that of the weight's gradient may be deferred."""
 
     @staticmethod
     def forward(

@@ -39,8 +39,8 @@ from titanlab.techniques.precision.contract import ProductFormat
 
 # Side of a tile of the output that a product's kernels compute at once; a partial tile takes as long as a full one.
 _TILE = 128
-# Bytes that separate kernels move in the time in which torch copies one element of one byte into the other order of
-# memory (rows or columns first): 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), at the fitted share
+# Cost of copying an element of one byte into the other order of memory (rows or columns first), in bytes that separate
+# kernels move in the same time: 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), at the fitted share
 # of 3.35 TB/s.
 TRANSPOSED = 18
 # Bytes for each result of a product that a kernel scales: read 2 and write 2; outside compiled code the product of the
@@ -50,12 +50,12 @@ _SCALED, _EAGER_SCALED = 4, 12
 _ADDED = 6
 # The backward pass of fused attention has five products, the forward pass two (arXiv 2307.08691, section 2.3).
 _ATTENTION_BACKWARD = 2.5
-# What `titanlab.parallelism.context` moves beside its kernels, for each element of what the rank has of an attention's
-# output, of its keys or of its values. Forward: copies to float32 and back at the ends, and for a hop the copy of the
-# partial output in float32 (read 2, write 4) and its merge (read 8, write 4).
+# What `titanlab.parallelism.context` moves beside its kernels, in bytes for each element of the rank's part of the
+# output, the keys or the values. Forward: at the ends, copies to float32 and back; for a hop, the copy of the partial
+# output in float32 (read 2, write 4) and its merge (read 8, write 4).
 _RING_ENDS, _MERGE, _MERGE_KERNELS = 12, 18, 8
-# Backward: for a hop the addition to the queries' gradient in float32; for keys and values each zeros, the addition of
-# the kernel's gradients to them, and that of the gradients of other ranks in float32.
+# Backward: for a hop, the addition to the queries' gradient in float32. For keys and for values: zeros, the addition
+# of the kernel's gradients to them, and the addition of other ranks' gradients in float32.
 _MERGE_QUERIES, _MERGE_KEYS, _MERGE_BACKWARD_KERNELS = 10, 18, 10
 # Rows of queries that one multiprocessor computes at once, and multiprocessors of an H100, which stands for all devices
 # (an A100 has 108, a B200 148). Fewer tiles of rows leave some of them idle.
@@ -127,8 +127,8 @@ class RankWork:
 
 
 # Load of the busiest expert beyond the mean, as a share of it, by the balance of loads: with a bias 0.04, with an
-# auxiliary loss 0.72 (arXiv 2408.15664, table 2, 1B: MaxVio over a whole validation set). Assumptions: the batch of a
-# step has the same, although fewer tokens vary more, and loads without a balance are those with a loss.
+# auxiliary loss 0.72 (arXiv 2408.15664, table 2, 1B: MaxVio over a whole validation set). Assumptions: the share is the
+# same for the batch of a step, although fewer tokens vary more; and without a balance it is that of an auxiliary loss.
 _VIOLATIONS = {"bias": 0.04}
 _VIOLATION = 0.72
 
@@ -481,7 +481,7 @@ class _Shaped:
             path = f"{self.part.prefix}{operation.layer or operation.name}"
             style = self.part.plan.style_of(path)
             if path in self.part.products and not self.part.casts_part:
-                # It is cast between its gather and its product, which then are not fused.
+                # The operand is cast between its gather and its product, so that these two are not fused.
                 cast.add(operation.name)
             if style == "colwise":
                 reading.setdefault(operation.keeps[0].name, []).append(time)
@@ -558,7 +558,7 @@ class _Shaped:
         return sum(forward), backward
 
     def _beside(self, products: Sequence[float], count: int, each: float) -> float:
-        """Exposed time of collectives, of which each runs together with one of the products while there are some."""
+        """Exposed time of collectives: each runs beside one of the products, until there are no more products."""
         hidden = sum(exposed(product, each, self.machine) for product in products)
         return hidden + max(0, count - len(products)) * each
 

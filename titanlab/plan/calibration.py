@@ -85,12 +85,12 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     except ConfigError:
         if cluster.peak_tflops is not None:
             raise
-        # A device in no table is what was measured.
+        # The device is in no table: take its facts from the measurement.
         cluster, machine = measured, machine_of(dataclasses.replace(recipe, cluster=measured))
     memory = max(memory, 0.0 if is_cpu else machine.memory_bytes_per_second)
     shares = {
         "product": typical / machine.product_rate("bfloat16"),
-        # The rates by kernel are those that were reached.
+        # 1, because the rates by kernel are measured rates.
         "attention": 1.0,
         "eager_memory": figures[names.POINTWISE] / memory,
         "fused_memory": figures[names.COPY] / memory,
@@ -103,7 +103,7 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     }
     cluster = dataclasses.replace(cluster, memory_gb_per_second=memory / 1e9, attention_tflops=attention)
     if not is_cpu:
-        # A CPU is its own host: the rates of its operators have the calls in them.
+        # A CPU is its own host: the rates of its operators include the time of the calls.
         measured_host = {"host_seconds": figures.get(names.HOST), "hook_seconds": figures.get(names.HOOK)}
         shares |= {name: seconds for name, seconds in measured_host.items() if seconds is not None}
     if is_cpu:

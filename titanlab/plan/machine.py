@@ -183,7 +183,7 @@ class Machine:
         return self.product_rate(rate) * self.efficiencies.product
 
     def attention_kernel(self, name: str, *, dtype: str, head_dim: int, seq_len: int) -> str:
-        """The kernel that the trainer tries first for the one that a recipe names."""
+        """The kernel that the trainer tries first if a recipe names `name`."""
         return order(name, self.capability, dtype=dtype, head_dim=head_dim, seq_len=seq_len)[0]
 
     def reserved_bytes(self, allocated: float) -> int:
@@ -279,7 +279,7 @@ def machine_of(recipe: Recipe) -> Machine:
     memory = cluster.memory_gb or device.memory_gb
     link = cluster.link_gb_per_second or device.link_gb_per_second
     network = cluster.network_gb_per_second or (link if is_cpu else None) or _NETWORK
-    # A CPU is its own host: the rates of its operators have the calls in them.
+    # A CPU is its own host: the rates of its operators include the time of the calls.
     efficiencies = changed(fitted(), dict.fromkeys(HOST, 0.0)) if is_cpu else fitted()
     capability = None if is_cpu else hardware.compute_capability(device.words)
     if is_cpu:

@@ -68,7 +68,7 @@ ITEMS = (
 _REDUCED_BLOCKS = 2
 # Bytes of a number in float32.
 _FLOAT = 4
-# As a limit on bytes of activations: more than any rank keeps, so all kept activations count.
+# A limit on bytes of activations that no rank reaches: all kept activations count.
 _ALL_KEPT = sys.maxsize
 
 
@@ -199,7 +199,7 @@ def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[in
         return saved[0]
     few = shorter(recipe.schedule, ranks, microbatches)
     moments = in_flight(recipe.schedule, ranks, few, rank)
-    # If a few more microbatches change nothing, any number does not: do not list the actions of all.
+    # If a few more microbatches add no state, no number of them does: do not list the actions of all.
     if moments != in_flight(recipe.schedule, ranks, min(microbatches, few + ranks), rank):
         moments = in_flight(recipe.schedule, ranks, microbatches, rank)
     most: int = max([sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments])
@@ -208,11 +208,11 @@ def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[in
 
 @functools.lru_cache(maxsize=4096)
 def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> frozenset[tuple[int, ...]]:
-    """The different states of a rank in which it may keep most: after the last of some forward passes, and after each
-    gradient of an input.
+    """The different states of a rank in which it may keep most: after the last of consecutive forward passes, and after
+    each gradient of an input.
 
-    A state has for each stage of the rank the microbatches between forward and gradient of the input; then, again by
-    stage, those between the two halves of a split backward.
+    A state counts microbatches: for each stage of the rank, those between forward and gradient of the input; then, for
+    each stage, those between the two halves of a split backward.
     """
     own = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
     places = {stage: place for place, stage in enumerate(own)}

@@ -16,7 +16,7 @@ from titanlab.techniques.schedule.contract import PipelineSchedule
 _ROUNDING = 0.005
 # Microbatches of a shorter simulation, per rank: enough to reach the steady state.
 _ROUNDS = 2
-# A small time of a transfer, in units of a stage's mean time, by which transfers on the longest path are counted.
+# A transfer time so small that it only counts the transfers on the longest path; in units of a stage's mean time.
 _SMALL = 1e-4
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
@@ -140,7 +140,7 @@ def simulated_time(
 def pipeline_time(
     schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
-    """Simulate few microbatches, once for all recipes with similar stages; extrapolate to the others."""
+    """Simulate few microbatches, once for all recipes with similar stages; extrapolate to all microbatches."""
     few = shorter(schedule, ranks, microbatches)
     bubble, hops = _short(schedule, ranks, few, stages.rounded)
     if microbatches > few:

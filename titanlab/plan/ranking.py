@@ -102,14 +102,14 @@ def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches
     return fewest[False], fewest[True]
 
 
-# Unequal stages may have a smaller bubble than equal ones: a group's bound has only this share of it.
+# Unequal stages may have a smaller bubble than equal ones: a group's bound has only this share of equal stages' bubble.
 _BUBBLE_SHARE = 0.8
 
 
 # Recipes whose times differ by less than this share are alike: the planner's median error is larger
 # (docs/planner-accuracy.md).
 NEAR = 0.03
-# Number of recipes after those of the answer among which one with fewer axes is looked for.
+# Number of recipes, after those of the answer, that are searched for one with fewer axes.
 _LOOKED = 100
 
 
@@ -150,8 +150,8 @@ class RecipeRanking:
     _known_passes: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def best(self, count: int) -> list[Ranked]:
-        """The fastest recipes in order; but the first has the fewest axes of those that are as fast as far as estimates
-        can tell, which are within `NEAR` of the fastest.
+        """The fastest recipes in order, except the first: of all recipes within `NEAR` of the fastest, which estimates
+        cannot distinguish, it is the one with the fewest axes.
         """
         found: list[Ranked] = []
         for ranked in itertools.islice(self._in_order(), count + _LOOKED):
@@ -161,7 +161,7 @@ class RecipeRanking:
         if not found:
             return []
         near = [each for each in found if each.time.seconds <= (1 + NEAR) * found[0].time.seconds]
-        # Sorting is stable: of as many axes the fastest is first.
+        # Among recipes with equally many axes, the fastest comes first.
         first = min(near, key=lambda ranked: axes_of(ranked.recipe.layout))
         return [first, *(ranked for ranked in found if ranked is not first)][:count]
 

@@ -70,7 +70,7 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
     if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
         rule, cure = "names no GPU, and a plan is for machines whose facts are known", "name one, such as cluster=h100"
         if cluster.device == "cpu":
-            # A recipe for GPUs says so after the cluster has been chosen.
+            # The recipe sets cluster.accelerator=cuda after cluster=cpu was chosen.
             rule = "is not a GPU, and cluster.accelerator=cuda"
             cure = "try cluster=h100, or add cluster.accelerator=cpu"
         raise ConfigError("cluster.device", cluster.device, rule, cure)

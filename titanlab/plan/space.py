@@ -27,7 +27,7 @@ from titanlab.techniques.schedule.contract import PipelineSchedule
 
 # Groups that vary only on request.
 VARIED = ("precision", "compile")
-# Names of such groups; or their configs, by group: none stands for all.
+# Names of groups in VARIED; or configs by group, where an empty list stands for all configs.
 Vary = Mapping[str, Sequence[Any]] | Sequence[str]
 
 
@@ -119,7 +119,7 @@ class Choices:
 
 
 class SpacePoint(NamedTuple):
-    """One recipe of the space, as what distinguishes it; without a pipeline, the schedule is that of the recipe."""
+    """What distinguishes one recipe of the space; without a pipeline, the schedule is that of the given recipe."""
 
     layout: Layout
     microbatch: int
@@ -242,7 +242,7 @@ class LayoutSpace:
                 yield microbatch, schedules
 
     def schedules(self, layout: Layout, microbatches: int | None = None) -> Sequence[Choice]:
-        """The schedules of a layout's pipeline; without one, that of the recipe."""
+        """The schedules of a layout's pipeline; without a pipeline, that of the recipe."""
         if layout.pipeline == 1:
             return [Choice("", self.recipe.schedule)]
         return self.choices.schedules if microbatches is None else self._legal(layout.pipeline, microbatches)[0]
@@ -291,7 +291,7 @@ class LayoutSpace:
         return rule
 
     def _within_broken(self, layout: Layout) -> str:
-        """The rule of tensor and expert parallelism that a layout breaks, with FSDP2's shards of what they cut."""
+        """The rule that a layout's tensor or expert parallelism breaks, together with FSDP2's shards of the parts."""
         if layout.expert == 1 and (rule := self._degree_broken(layout.tensor)):
             return rule
         within = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
@@ -366,7 +366,7 @@ def all_layouts(world: int) -> Iterator[Layout]:
 
 
 def _without_experts(world: int) -> Iterator[list[Layout]]:
-    """All layouts, those together that differ only in `replicate` and `shard`."""
+    """All layouts without experts, in lists whose layouts differ only in `replicate` and `shard`."""
     for pipeline in divisors(world):
         for tensor in divisors(world // pipeline):
             for context in divisors(world // pipeline // tensor):

@@ -25,7 +25,7 @@ def actions_of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Seq
 
 @dataclass(frozen=True)
 class Seen:
-    """A recipe as argument of a cached function, which may use only the values of the recipe that `key` has."""
+    """A recipe as the argument of a cached function, which may use only the values of the recipe that are in `key`."""
 
     key: tuple[Any, ...]
     recipe: Recipe = field(compare=False, repr=False)

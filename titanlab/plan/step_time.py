@@ -84,7 +84,7 @@ def step_time(
     parameters = busiest.blocks * block.trained + sum(piece.trained for piece in others)
     _add_data_parallel(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)
-    # Without clipping, a CPU knows that the factor is 1; on a GPU nobody waits to read it.
+    # Without clipping the factor is 1: on a CPU scaling is skipped; on a GPU the host does not wait to read the factor.
     scales = recipe.training.max_grad_norm is not None or recipe.cluster.accelerator != "cpu"
     passes = _GRADIENT_PASSES + _SCALING_PASSES * scales
     moved = 2 * (parameters + states) + (1 + passes) * parameters
@@ -122,7 +122,7 @@ def _straggling(recipe: Recipe, machine: Machine, seconds: float) -> float:
 
 
 def blocks_time(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) -> BlocksTime:
-    """Does not depend on `replicate` and `shard`, only on their product.
+    """The time of blocks and pipeline, which depends on the product of `replicate` and `shard` only.
 
     Raises:
         ConfigError: as `step_time`.

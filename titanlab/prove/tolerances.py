@@ -26,7 +26,7 @@ from titanlab.techniques.precision.contract import PrecisionConfig
 
 # Relative, for losses, gradient norms, and ‖Δ‖/‖reference‖ of a tensor, in fp32.
 FP32 = 1e-5
-# Times the distance of the one-process run from fp32, in fewer bits.
+# In fewer bits: the tolerance as a multiple of the distance of the one-process run from fp32.
 ROUNDINGS = 2.0
 LEAST_ROUNDING = 0.25
 LEAST_SCALAR = 0.25
@@ -43,7 +43,7 @@ def in_fp32(optimizer: OptimizerConfig) -> dict[str, float]:
 
 
 def in_fewer_bits(optimizer: OptimizerConfig, distances: Mapping[str, float]) -> dict[str, float]:
-    """The tolerances in a lower precision, from the distances of one process in it from fp32."""
+    """The tolerances in a lower precision; `distances`: of the one-process run in that precision from fp32."""
     scalar = max(distances["loss"], distances["grad_norm"], LEAST_SCALAR * distances["gradient"])
     values = {**distances, "loss": scalar, "grad_norm": scalar}
     return {name: max(least, ROUNDINGS * values[name]) for name, least in in_fp32(optimizer).items()}
@@ -63,10 +63,10 @@ class RunTolerance(NamedTuple):
     grad_norm: float
 
 
-# In the first step layouts round different sums, but errors have not grown yet: measured are 1e-7 in fp32, 7e-4 (of the
-# norm) between bf16 and fp32, 1e-2 in float8. From there on rounding grows with every step of any layout: after 40
-# steps of the quickstart's model 5e-5 of the loss in fp32 and 2e-2 between bf16 and fp32. Norms have peaks that come a
-# step sooner or later (70 % of one step's norm is measured between bf16 and fp32): their median counts, 2e-4 and 2e-1.
+# In the first step layouts round different sums, but errors have not grown yet. Measured: 1e-7 in fp32, 7e-4 (of the
+# norm) between bf16 and fp32, 1e-2 in float8. Then errors grow with every step of any layout. Measured after 40 steps
+# of the quickstart's model: 5e-5 of the loss in fp32, 2e-2 between bf16 and fp32. Peaks of the norm come a step sooner
+# or later (70 % of one step's norm is measured between bf16 and fp32), so their median counts: 2e-4 and 2e-1.
 RUNS: Mapping[str, RunTolerance] = {
     "fp32": RunTolerance(first_step=1e-5, loss=1e-2, grad_norm=5e-2),
     "16 bits": RunTolerance(first_step=1e-2, loss=5e-2, grad_norm=5e-1),

@@ -97,7 +97,7 @@ def adapted(recipe: Recipe, before: Recipe, overrides: Sequence[str] = ()) -> tu
     fits = [count for count in divisors(batch // layout.data) if count <= before.microbatch]
     if layout.pipeline > 1:
         if recipe.training.microbatch is None:
-            # A pipeline's own default is 1, the most microbatches that it can overlap.
+            # In a pipeline the default microbatch is 1, which gives the most microbatches to overlap.
             return recipe, ""
         account, sequences = recipe.model.account(), batch // layout.data
         in_pipeline = []

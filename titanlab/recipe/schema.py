@@ -134,7 +134,7 @@ class Cluster:
 class LaunchSettings(Protocol):
     """The part of its launcher's config that a recipe reads; the config is a `titanlab.launch.contract.LaunchConfig`.
 
-    That contract documents the fields. It is in a higher room than recipes, because its methods are about jobs.
+    That contract documents the fields. It is in a package above this one, because its methods are about jobs.
     """
 
     kind: str

@@ -1,8 +1,8 @@
 """JSON and YAML in the folder of a run: a damaged file, or one of another version, is an error of one line.
 
 A config.yaml is written so that readers of YAML 1.1 and of YAML 1.2 get the same values. The sections of the configs of
-a sweep (`training:` and its keys) are mostly equal, so both ways keep equal sections: a table of a thousand runs takes
-a third of the time.
+a sweep (`training:` and its keys) are mostly equal, so writing and reading cache equal sections: a table of a thousand
+runs takes a third of the time.
 """
 
 from __future__ import annotations

@@ -310,11 +310,11 @@ def _odd(
     fewer_than: int,
     are_at_one_place: bool = False,
 ) -> Diagnosis | None:
-    """The verdict over the ranks whose call is not that of their own earlier steps; None if none is, or too many are.
+    """The verdict over the ranks whose call differs from their own earlier steps; None if there are none, or too many.
 
     Args:
-        are_at_one_place: the calls have one group and sequence number, so they should be the same: without a rank that
-            differs from its own steps, those are wrong that differ from more than half of the ranks.
+        are_at_one_place: the calls have one group and sequence number, so they should be the same. If no rank differs
+            from its own earlier steps, the wrong ranks are those that differ from more than half of the ranks.
     """
     past = {rank: _usual_call(records[rank], call) for rank, call in calls.items()}
     wrong = {rank: usual for rank, usual in past.items() if usual is not None}
@@ -374,7 +374,7 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
         own = reached[rank] = dict[str, int]()
         for call in record.collectives:
             if not call.is_message:
-                # The last one of the list may be an earlier call: the list has the order of a clock.
+                # The list is ordered by time, so its last call may not have the largest number.
                 own[call.group] = max(own.get(call.group, 0), call.sequence)
 
     # Cached: ranks that wait in the same collective have the same answer, which may list thousands of ranks.

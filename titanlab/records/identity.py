@@ -40,7 +40,7 @@ class Identity:
     created: float | None = field(default=None, compare=False)
     # The run's id in trackers; None for runs of earlier versions, whose id is in their checkpoints.
     tracker_id: str | None = field(default=None, compare=False)
-    # The run, as `sweep/folder`, and the step of the checkpoint from which it started.
+    # The checkpoint from which this run started: its run, as `sweep/folder`, and its step.
     parent_run: str | None = field(default=None, compare=False)
     parent_step: int | None = field(default=None, compare=False)
 

@@ -104,7 +104,7 @@ _OOM = re.compile(
     r"|unable to allocate .* for an array",
     re.IGNORECASE,
 )
-# The loader's message if the address space is used up. Other causes are named after these words.
+# The dynamic loader's message if the address space is used up; it appends any other cause.
 _NO_ADDRESS_SPACE = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
 _THREAD_NOT_STARTED = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
 _NODE = re.compile(
@@ -265,7 +265,7 @@ _SIGNALS: Mapping[int, tuple[OutcomeKind, str]] = {
 
 @dataclass(frozen=True)
 class KillEvidence:
-    """Whether the kernel has sent SIGKILL, because memory ran out; and an end for "killed by SIGKILL: …"."""
+    """Whether the kernel has sent SIGKILL, because memory ran out; and the end of the text "killed by SIGKILL: …"."""
 
     by_kernel: bool
     words: str
@@ -299,7 +299,7 @@ def from_exit(
         attempt=attempt,
         cause=cause,
         exit_code=code if number is None else -number,
-        # Somebody has stopped this process, as others of the run.
+        # Somebody has stopped all processes of the run.
         echo=number is not None and kind is OutcomeKind.CANCELLED,
     )
 

@@ -147,7 +147,7 @@ class RunFolder:
         return None if (identity := self.identity()) is None else identity.created
 
     def parent(self) -> tuple[str, int] | None:
-        """The run, as `sweep/folder`, and the step of the checkpoint from which this run started; None: it did not."""
+        """The checkpoint from which this run started: its run, as `sweep/folder`, and its step; None: there is none."""
         identity = self.identity()
         if identity is None or identity.parent_run is None or identity.parent_step is None:
             return None

@@ -85,7 +85,7 @@ _CURE = "restore that file, or submit the sweep again: it is written anew"
 
 
 def read_points(sweep: Path) -> list[dict[str, Any]]:
-    """The lines, in the order of the plan; empty if the folder's runs were started one by one."""
+    """The lines of points.jsonl, in the order of the plan; empty if the folder's runs were started one by one."""
     path = sweep / "points.jsonl"
     try:
         # Not `splitlines`: JSON leaves separators of Unicode, such as U+2028, as they are.

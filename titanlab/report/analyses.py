@@ -71,7 +71,7 @@ def scaling_key(group: RecipeRuns, *, weak: bool) -> tuple[Any, ...]:
 
 
 def scaling_families(compared: Sequence[RecipeRuns], *, weak: bool) -> list[list[dict[str, Any]]]:
-    """The rows of a `scaling_frame` for each recipe on several numbers of devices, fewest first, also with `group`."""
+    """A list for each recipe: its `scaling_frame` rows, fewest devices first; each row also has its `group`."""
     families: dict[tuple[Any, ...], list[tuple[RecipeRuns, float]]] = {}
     for group in compared:
         if speed := group.typical("tokens_per_second"):

@@ -127,12 +127,12 @@ class Facts:
 
 
 def representative(group: RecipeRuns) -> Mapping[str, Any]:
-    """A run of the recipe, done if one is."""
+    """A run of the recipe: one that is done, if there is one."""
     return next((row for row in group.rows if row["outcome"] == "done"), group.rows[0])
 
 
 def checked(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, with None in place of a value of another type than its column's, or that is not finite."""
+    """The rows, with None for each value that has the wrong type for its column, or is not finite."""
 
     def sound(name: str, value: Any) -> Any:
         value = fitting_value(name, value)
@@ -174,7 +174,7 @@ def differences(
 def sources(facts: Facts) -> list[dict[str, Any]]:
     """The runs by code, versions and machine, the most frequent first; runs that never began have none.
 
-    Each has these by name, then `runs` (names of their folders), `began` (the first) and `ended` (the last).
+    Each row has these facts by name, then `runs` (names of their folders), `began` (the first) and `ended` (the last).
     """
     members: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}
     for row in facts.runs:
@@ -200,7 +200,7 @@ def command_line(facts: Facts) -> str:
 
 
 def moment(seconds: float | None) -> str:
-    """In UTC; empty: unknown."""
+    """A time as text, in UTC; empty: the time is unknown."""
     if seconds is None:
         return ""
     try:

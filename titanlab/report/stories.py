@@ -86,7 +86,7 @@ def _unmeasured(facts: Facts, name: str, family: Sequence[Mapping[str, Any]]) ->
 
 
 def scaling_texts(facts: Facts) -> list[str]:
-    """The efficiency of the most devices in each series: `weak: 91% on 512, of 8; none on 64`."""
+    """The efficiency at the largest number of devices in each series: `weak: 91% on 512, of 8; none on 64`."""
     series = scaling_series(facts)
     kinds = [name.partition(",")[0] for name in series]
     texts = []

@@ -88,7 +88,7 @@ def made(view: View) -> tuple[Any, Any]:
         ],
         runset_settings=workspaces.RunsetSettings(filters=runs),
     )
-    # No project here: the runs are the report's; naming a project would make a network request.
+    # No project here: the report's own project applies, and naming one would make a network request.
     runset = reports.Runset(name=view.sweep, filters=runs)
     blocks: list[Any] = []
     for head, panel in _panels(view, reports).items():

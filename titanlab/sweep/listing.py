@@ -384,7 +384,7 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
         members_of.setdefault(key, []).append(row)
     firsts = [members[0] for members in members_of.values()]
     differing = [name for name in _RECIPE if len({row[name] for row in firsts}) > 1]
-    # The control is no point of the space.
+    # The control is not a point of the space.
     points = [row for row in firsts if not row["control"]]
     for name in others:
         # Show the column only if two lines would look the same without it.

@@ -42,7 +42,7 @@ class RankedRecipe:
 
     Attributes:
         figures: of the runs that count; empty if no run counts.
-        low, high: the interval of 95 % around it; None if the noise is unknown.
+        low, high: the interval of 95 % around its centre; None if the noise is unknown.
         spread_percent: relative standard deviation of its own figures; None with fewer than two.
         memory_gib: the most that a run of the recipe needed; None if unknown.
         is_within_noise: whether it may be as good as the first: True for the first itself. None if that is unknown.

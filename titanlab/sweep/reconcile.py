@@ -63,7 +63,7 @@ def state_of(status: Status, result: Outcome | None, submission: Submission | No
     word = job_state.state if job_state is not None else None
     may_return = False
     if result is not None and submission is not None:
-        # The result is of an earlier job; or its job puts itself back into the queue some seconds after it.
+        # The result is of an earlier job; or the result's job puts itself back into the queue some seconds later.
         is_earlier = result.ended < submission.created
         may_return = is_earlier or (result.kind.automatic and submission.launch.get("requeue", True))
     if word in WAITING or (word == "unknown" and may_return):
@@ -78,7 +78,7 @@ def state_of(status: Status, result: Outcome | None, submission: Submission | No
 
 
 def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States) -> tuple[str, str | None]:
-    """What a submission, a retry or a cancellation finds a run at, and how the run ended.
+    """The state of a run for a submission, a retry or a cancellation, and how the run ended.
 
     Returns:
         `done`, `queued`, `running`, `ended` (with another outcome), or `submit` (it never had a job); and the outcome.

@@ -154,7 +154,7 @@ def repository_of(folder: Path) -> Path | None:
 
 
 def restore(code: RecordedCode, repository: Path | None, into: Path, *, run: str) -> Restored:
-    """Make the folder.
+    """Restore the code into the folder `into`.
 
     Raises:
         ConfigError: neither the commit nor a snapshot is here, or git fails.
@@ -255,7 +255,7 @@ def pip_line(then: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     words = [
         f"{name}=={version}"
         for name, version in sorted(old.items(), key=str)
-        # The record may be a stranger's: a name that is an option of pip, or a word for the shell.
+        # The record may be a stranger's: a name could be an option of pip, or a command for the shell.
         if _NAME.fullmatch(str(name)) and _VERSION.fullmatch(str(version)) and version not in (None, new.get(name))
     ]
     return f"pip install {' '.join(words)}" if words else None

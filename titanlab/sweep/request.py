@@ -136,7 +136,7 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None, *, meas
         named=any(override.key_or_group == "name" for override in parsed),
         notices=tuple(notices),
     )
-    # No key has both one value for all points and others in the space or in the control.
+    # A key with one value for all points must not have other values in the space or in the control.
     for override in parsed:
         key, value = override.key_or_group, override.value()
         if not override.is_sweep_override() and control and key in control:
@@ -204,7 +204,7 @@ def _swept_values(loader: Loader, text: str, override: Override) -> list[Any]:
         raise ConfigError(key, typed, "has infinitely many values", cure)
     swept = override.value()
     if isinstance(swept, RangeSweep) and swept.start is not None and swept.stop is not None:
-        # Before its values are created.
+        # Count the values before they are created.
         try:
             start, stop, step = (Decimal(bound) for bound in (swept.start, swept.stop, swept.step))
             count = max(0, math.ceil((stop - start) / step))

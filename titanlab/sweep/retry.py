@@ -48,7 +48,7 @@ def standings(
 
     Args:
         names: of runs; none: all.
-        note: for the error: what it means that the scheduler does not answer.
+        note: ends the report that the scheduler does not answer: what follows from it.
     """
     jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
     if (problem := silence(states)) is not None:
@@ -121,7 +121,7 @@ def retry(
 
     Args:
         outcomes: choose runs with these outcomes; none: any outcome, if runs are named.
-        stale: choose runs that other code than the present code ran, also finished ones; they start from the beginning,
+        stale: choose runs whose code differs from the present code, also finished ones; they start from the beginning,
             and their old folders are renamed.
         names: of runs; none: all of the sweep.
         overrides: of `launch`, of the cluster's sizes and of the layout, for the new jobs.

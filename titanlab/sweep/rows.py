@@ -394,8 +394,8 @@ _IRRELEVANT = (
 
 
 def estimated(recipe: Recipe) -> Estimate | str:
-    """The estimate of a resolved recipe, or why there is none; recipes that differ in nothing of it share one."""
-    # A copy: a new optimizer would check its rate, and one of a package may refuse this rate.
+    """The estimate of a resolved recipe, or why there is none; one for all names, repeats, seeds and learning rates."""
+    # Change a copy: making a new config would check the rate, and another package's optimizer may refuse 1.0.
     optimizer = copy.copy(recipe.optimizer)
     vars(optimizer).update(lr=1.0, schedule=Schedule())
     return _estimated(dataclasses.replace(recipe, name="", repeat=0, seed=0, notes=None, optimizer=optimizer))

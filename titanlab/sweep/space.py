@@ -36,7 +36,7 @@ from titanlab.records import safe_name
 
 Values = Mapping[str, Any]
 WORDS = ("product", "zip", "list", "stack")
-# Their mappings are points; those of the other words have a list of values for each key.
+# Words whose mappings are points; mappings of the other words have a list of values for each key.
 _OF_POINTS = ("list", "stack")
 SPACE = "space"
 LIMIT = 100_000
@@ -128,7 +128,7 @@ def _points(space: Any, place: str) -> list[Values]:
         items = _items(word, inner, place)
         parts = [_points(item, where) for item, where in items]
         names = [where.rpartition(".")[2] for _, where in items]
-    # Before the points are created.
+    # Check the number of points before they are created.
     sizes = [len(part) for part in parts]
     size = math.prod(sizes) if word == "product" else max(sizes) if word == "zip" else sum(sizes)
     if size > LIMIT:
@@ -299,7 +299,7 @@ def read_expression(text: Any) -> Expression:
     names: list[str] = []
     try:
         compute = _compiled(ast.parse(text.strip(), mode="eval").body, text, names)
-    # The last two: some thousand nested brackets are too deep for the parser.
+    # RecursionError and MemoryError: some thousand nested brackets are too deep for the parser.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         message = error.msg if isinstance(error, SyntaxError) else type(error).__name__
         raise ConfigError(WHERE, text, f"cannot be read ({message})", _CURE) from error
@@ -421,8 +421,8 @@ def _part(key: str, value: Any) -> str:
     return f"{short}_{'none' if value is None else value}"
 
 
-# The first repeat of the control: a sweep has at most 1,000 repeats, numbered from 0, and the control's runs must be
-# other runs than the repeats of a point with the same recipe.
+# The first repeat of the control: a sweep has at most 1,000 repeats, numbered from 0, and the control's runs must
+# differ from the repeats of a point with the same recipe.
 FIRST_REPEAT = 1000
 # The control has at least one run at the beginning, one in the middle, and one at the end.
 _FEWEST = 3

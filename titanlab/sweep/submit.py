@@ -486,7 +486,7 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
 
 
 def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
-    """The same content as plain values."""
+    """The content of `plan_lines` as plain values."""
     runs = []
     for decision in decisions:
         point, estimate = decision.planned.point, estimated(decision.planned.recipe)

@@ -101,7 +101,7 @@ class Assembled:
     messages: Callable[[], Messages | None] = lambda: None
 
     def restore(self, position: Position) -> None:
-        """Go on from a position, when the model has its parameters."""
+        """Go on from a position, once the model has the parameters of that position."""
         self.loss_scale.restore(position.loss_scale)
         self.balance.restore(position.routing)
         self.after_update()
@@ -204,7 +204,7 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
                 with phase("backward"):
                     (part * scale).backward()
             part = graphs.kept(part.detach())
-            # A reduction gives gradients memory of their own, and may still be writing them.
+            # If every microbatch reduces, gradients have their own memory, and the reduction may still be writing it.
             if start == 0 and size < count and not recipe.reduces_each:
                 graphs.keep_gradients(stage.model.parameters())
             total = part if total is None else total + part

@@ -189,7 +189,7 @@ def _per_token(
 
 
 def _documents(model: LanguageModel, account: ModelAccount, *, batch: int, seq_len: int) -> Iterator[str]:
-    """Two documents in a sequence must be as if each were alone."""
+    """Two documents in a sequence must give the same results as each document alone."""
     tokens = torch.arange(batch * seq_len).view(batch, seq_len) % account.vocab_size
     cut = seq_len // 3
     starts = torch.where(torch.arange(seq_len) < cut, 0, cut).expand(batch, -1)

@@ -1,4 +1,4 @@
-"""Initial values: from a source of weights, or made of seed, parameter name and position in the full tensor only.
+"""Initial values: from a source of weights, or from seed, parameter name and position in the full tensor only.
 
 Each element is computed from its position in the full tensor, so that every rank of every layout can fill its part
 alone: one process and 512 processes start from the same model. No random generator is used or changed; DTensor's RNG

@@ -129,8 +129,8 @@ def start_fingerprint(recipe: Recipe) -> str | None:
         return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
     digest = hashlib.sha256()
     for file in indexed(checkpoint, KEY).files:
-        # Bytes with other checksums are refused when the weights are read. As whole numbers: other text here would
-        # change the identity of runs that have begun.
+        # The checksums stand for the bytes: reading the weights verifies them. They are written as whole numbers: any
+        # other form would change the identity of existing runs.
         checksums = ",".join(str(number) for (number,) in struct.iter_unpack("<Q", file.checksums))
         digest.update(f"{file.name}/{file.size}/{checksums};".encode())
     return digest.hexdigest()

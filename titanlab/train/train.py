@@ -529,7 +529,7 @@ class Saves:
             self.wait()
         every = self._config.every
         if step == self._steps and self._only_model is not None:
-            # The last save would have the model only.
+            # `finish` saves the last step, with the model only.
             return False
         return self._is_asked or (every > 0 and step % every == 0)
 
@@ -682,7 +682,7 @@ def _different(first: torch.Tensor, second: torch.Tensor) -> int:
 
 
 class Rollbacks:
-    """Decides whether a run goes back, and counts.
+    """Decides whether a run goes back to its newest checkpoint, and counts these rollbacks.
 
     The stream of data is not rewound: sequences between the checkpoint and the bad step are skipped, because the same
     sequences would lead to the same bad step.

@@ -1,4 +1,4 @@
-"""Weights that are read, torch-free until tensors are: titanlab's own weights folder, and Hugging Face's.
+"""Reads weights: titanlab's own weights folder, and Hugging Face's. Only the reading of tensors imports torch.
 
     weights.json                     the model, its context, the biases of routers, a digest of the content
     weights-00001-of-00003.safetensors …, weights.index.json
@@ -225,7 +225,7 @@ def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
     """
     schema = schema_of("model", mapping["kind"])
     for entry in dataclasses.fields(schema):
-        # A config checks ranges, not types: those are checked where people write values.
+        # A config checks ranges but not types: types are checked where people write values.
         if entry.type in (int, "int") and type(value := mapping.get(entry.name, 0)) is not int:
             raise TypeError(f"{entry.name} is not a whole number: {value!r}")
     try:

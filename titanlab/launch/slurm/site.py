@@ -1,4 +1,4 @@
-"""What a site's Slurm can take: the check before a submission, and what `titanlab doctor` reports."""
+"""What a site's Slurm accepts: the check before a submission, and what `titanlab doctor` reports."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
         raise ConfigError("launch", "slurm", f"Slurm does not answer ({partitions})", cure)
     for config, shape in jobs:
         assert isinstance(config, Slurm)
-        # Without a name it is the default partition, which `_partitions` lists under the empty name too.
+        # No name means the default partition, which `_partitions` also lists under the empty name.
         partition = config.partition if config.partition is not None else ""
         names = [name for name in partition.split(",") if name in partitions or partition]
         for name in names:

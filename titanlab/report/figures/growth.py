@@ -37,7 +37,7 @@ class GrowthPanel:
         column: of the table, from which the values are drawn.
         series: the points of each line, by its name; the line joins the best points of each size.
         ideal: drawn as a dashed line; None: there is none.
-        is_speed: whether oversubscribed and emulated recipes say nothing here, and are hollow marks beside the line.
+        is_speed: whether values are speeds; those of oversubscribed or emulated recipes are hollow marks off the line.
     """
 
     label: str

@@ -168,7 +168,7 @@ class PipelineTimeline:
     """The timeline of one recipe's pipeline.
 
     Attributes:
-        unit: of its times; empty: of the forward pass of a stage.
+        unit: of its times; empty: the unit is the forward pass of a stage.
     """
 
     run: str

@@ -23,7 +23,7 @@ SPEEDS = {
 }
 MEMORY, ESTIMATED_MEMORY = "memory_gib", "estimate.memory_gib"
 _MOST_NUMBERS, _MANY = 12, 60
-_FAR = 0.6  # share of the largest speed below which the smallest one must be for an axis that begins at 0
+_FAR = 0.6  # the axis begins at 0 if the smallest speed is below this share of the largest
 _NEAR = 0.03  # share of an axis within which numbers would cover each other
 
 
@@ -100,7 +100,7 @@ def points_of(rows: Sequence[Mapping[str, Any]], speed: str) -> list[ParetoPoint
 
 
 def front_of(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
-    """The points with less memory than every faster one, by memory, of the recipes whose speed says something."""
+    """The Pareto front of recipes whose speed says something, by memory: every faster recipe needs more memory."""
     front: list[ParetoPoint] = []
     for point in sorted(points, key=lambda point: (point.memory, -point.speed)):
         if point.group.has_speed and (not front or point.speed > front[-1].speed):

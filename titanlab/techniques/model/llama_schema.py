@@ -447,7 +447,7 @@ class Qwen3Moe(Qwen3, LlamaOfExperts):
 
 
 def _attention_operations(config: Llama, normed: Activation) -> list[Operation]:
-    """From the projections of the normed stream to that of the attention's output."""
+    """The operations from the projections of the normed stream to the projection of the attention's output."""
     batch, seq_len, dim = normed.shape
     q = Activation(name="attention.wq", shape=(batch, seq_len, config.heads, config.head_dim), cut="part")
     k = replace(q, name="attention.wk", shape=(batch, seq_len, config.kv_heads, config.head_dim))
@@ -461,7 +461,7 @@ def _attention_operations(config: Llama, normed: Activation) -> list[Operation]:
         # and writes 1.
         operations.append(_pointwise(turned, _MUL, passes=10.0, name=name))
     inner = _inner_attention(config, batch, seq_len)
-    # Fused kernels write the order of tokens; the output of math is copied into it.
+    # Fused kernels write their output in the order of tokens; the output of `math` is copied into this order.
     name = f"{inner.name}.by_token" if config.attention == "math" else inner.name
     mixed = Activation(name=name, shape=(batch, seq_len, config.attention_dim), cut="part")
     return [*operations, inner, matmul("attention.wo", mixed, dim, "whole")]
@@ -566,7 +566,7 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
     theirs = like(counts, "theirs", shape=(experts.count,))
 
     def exchange(name: str, moved: Activation, keeps: Activation, *results: Activation) -> Operation:
-        """Rows that travel to other ranks and are sorted before or after it; `results`: of the exchanges."""
+        """Rows that are sent to other ranks, and sorted before or after that; `results`: of the exchanges."""
         in_order = like(moved, f"{name}.sorted", with_experts="only")
         return Operation(
             name=f"feed_forward.{name}",

@@ -115,8 +115,8 @@ def _aligned(operand: Tensor, *, rows: bool = False) -> Tensor:
     Zeros that are added to the inner dim of a product do not change it. A gradient may be a view with strides of 0.
 
     Args:
-        rows: with zero rows too, until the number of rows is aligned: it is the inner dim or the row length of the
-            result.
+        rows: add zero rows too, until their number is aligned: it is the inner dim of the product, or the row length
+            of the result.
     """
     unit = _ALIGNMENT // operand.element_size()
     missing = (-operand.shape[-1] % unit, -operand.shape[-2] % unit if rows else 0)
@@ -198,7 +198,7 @@ class Router(nn.Module):
                 shares = counts.scatter_add(1, chosen, torch.ones_like(chosen, dtype=scores.dtype)) / chosen.shape[1]
             else:
                 shares = auxiliary.shares.unsqueeze(0)
-            # A constant changes nothing, because probabilities sum to 1; without it, equal shares give exactly zero.
+            # Subtracting a constant changes no gradient, as probabilities sum to 1; equal shares give exactly zero.
             slope = (shares - 1 / count) * (auxiliary.weight * count)
         added: Tensor = AddSlope.apply(scores, slope, auxiliary.scale)  # type: ignore[no-untyped-call]
         return added
@@ -345,8 +345,8 @@ class WideProduct(torch.autograd.Function):
         return (gradient @ weight.float()).to(tokens.dtype), (gradient.t() @ tokens.float()).to(weight.dtype)
 
 
-# Both have gathers in forward and backward: the sums in the backward pass of torch's own indexing would depend on the
-# order of a GPU's threads.
+# Spread and WeightedSum gather in forward and backward: the sums in the backward pass of torch's own indexing would
+# depend on the order of a GPU's threads.
 
 
 class Spread(torch.autograd.Function):

@@ -98,7 +98,7 @@ class LowBitAdamW(torch.optim.Optimizer):
         rates = (lr, *group["betas"], group["weight_decay"], group["eps"])
         values = (local.detach(), gradient, state["step"], *averages, None, *rates, True, stochastic)
         if local.device.type == "cpu":
-            # Compilation would take longer than the training of the small models that fit.
+            # On a CPU, compilation would take longer than the training of the small models that fit there.
             self._update(*values)
             return
         from torch._dynamo import config as dynamo

@@ -69,7 +69,7 @@ class ProductFormat:
             gradient of its output, over the three products.
         cast_kernels: kernels of these casts, for each of the three tensors.
         eager_cast_bytes, eager_cast_kernels: the same for casts outside compiled code.
-        scales_gradients: whether a kernel of its own scales the results of the products of gradients.
+        scales_gradients: whether a separate kernel scales the results of the products of gradients.
     """
 
     forward: str

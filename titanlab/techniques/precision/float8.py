@@ -107,7 +107,7 @@ def emulates(config: Float8, device: torch.device) -> bool:
 
 
 def float8_product(multiplication: Any, config: Any) -> Product:
-    """The product of torchao, whose `matmul_with_hp_or_float8_args` computes both gradients at once, in separate parts.
+    """Torchao's product in separate parts; its `matmul_with_hp_or_float8_args` computes both gradients at once.
 
     `multiplication`: the `linear_mm_config` of a torchao layer.
     """

@@ -23,7 +23,7 @@ EMULATE = ("auto", "true", "false")
 class Conversion:
     """The linear layers of a model, by path, in the model's order, with the shapes of their weights, [out, in].
 
-    `uneven`: not converted, because a dim is not a multiple of the format's.
+    `uneven`: layers that are not converted, because a dim is not a multiple of the format's number.
     """
 
     converted: Mapping[str, tuple[int, ...]]
@@ -91,8 +91,8 @@ class Float8(Bf16):
     # The gradient of a weight is a product over tokens, so their number must be a multiple too.
     multiplies_tokens: ClassVar[bool] = True
     emulates_on_gpu: ClassVar[bool] = True
-    # Read 2 bytes for the scales, then read 2 and write 1; the gradient of the weight takes both operands in the other
-    # order of memory: read 1 and write 1.
+    # Bytes per element: read 2 for the scales, then read 2 and write 1. The gradient of the weight needs both operands
+    # in the other order of memory: read 1 and write 1.
     product: ClassVar[ProductFormat] = _format(7.0, 3)
     mfu_note: ClassVar[str] = "model FLOPs over the bf16 peak"
 

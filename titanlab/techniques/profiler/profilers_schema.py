@@ -54,7 +54,7 @@ class Windows(ProfilerConfig):
     """The schedule of the windows of steps that are observed.
 
     Attributes:
-        skip: steps of an attempt before the first window; where a profiler warms up, the last of them is for that.
+        skip: steps of an attempt before the first window; a profiler that warms up uses the last of them for it.
         every: steps from the begin of one window to the next; 0: only one window.
     """
 
@@ -163,7 +163,7 @@ class Rates(ProfilerConfig):
     """Rates of the machine, measured once before the first step: products, attention, memory, host, collectives.
 
     Attributes:
-        seconds: time of one figure. Products of ten times as long come first, so that the clock is the sustained one.
+        seconds: time of one figure. Before, products run ten times as long, so that the clock is the sustained one.
         largest: side of the largest product; the smallest has an eighth of it. Attention has sequences of half of it.
         megabytes: largest message of a collective, in 2²⁰ bytes.
     """

@@ -23,7 +23,7 @@ from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.held import peak_resident_bytes
 from titanlab.techniques.profiler.profilers_schema import Rates
 
-# Measurements; the median counts.
+# Number of measurements of a figure; their median counts.
 _TIMES = 7
 _COLLECTIVE_TIMES = 15
 _LAUNCHES = 50
@@ -38,7 +38,7 @@ _KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 _WIDTHS, _HEADS = {"cpu": 64, "cuda": 128}, 8
-# Products run for as many times the seconds of one figure before the first one is measured.
+# Before the first measurement, products run for this many times the seconds of one figure.
 _SETTLING = 10
 # FLOPs of the backward pass of attention, as a multiple of the forward pass (arXiv 2307.08691, section 2.3).
 _BACKWARD = 2.5
@@ -130,7 +130,7 @@ def _cast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _attention_seconds(q: torch.Tensor, seconds: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
-    """Forward and backward."""
+    """Seconds of the forward and of the backward pass."""
     ahead = seconds(partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
     with torch.enable_grad():
         query, key, value = (q.clone().requires_grad_() for _ in range(3))

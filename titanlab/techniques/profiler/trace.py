@@ -179,7 +179,7 @@ def _part(active: Sequence[Mapping[str, int]]) -> str:
         return named[0]
     if sends and not computes:
         return next(iter(sends))
-    # The latest of nested phases: a checkpoint may be written inside of another.
+    # The innermost of nested phases: a checkpoint may be written inside another phase.
     return list(host)[-1] if host else OTHER
 
 
@@ -274,8 +274,8 @@ class WindowsProfiler(Profiler):
                 **self.options(),
             )
             with warnings.catch_warnings():
-                # torch 2.11 says so of the first cycle; a window is one. To keep the events (acc_events), torch would
-                # make a Python object of each at the end of the window.
+                # torch 2.11 warns of this in the first cycle, and a window has one cycle. To keep the events
+                # (acc_events), torch would make a Python object of each event at the end of the window.
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events")
                 self._profile.start()
         elif self._profile is not None:

@@ -191,7 +191,7 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
 
 def _waits(orders: Orders, places: Sequence[int], stuck: Sequence[int], stages: int) -> Iterator[str]:
     """For each stuck rank, what it waits for; `places`: by rank, the first action that has not run."""
-    # By the stage, kind and microbatch of its result: whether an action has run, its rank, and itself.
+    # (stage, kind, microbatch) of a result → whether its action has run, the action's rank, and the action.
     known: dict[tuple[int, Kind, int], tuple[bool, int, Action]] = {}
     for rank, order in enumerate(orders):
         for index, action in enumerate(order):

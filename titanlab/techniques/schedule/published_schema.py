@@ -35,7 +35,7 @@ class DualPipeV(VShaped):
             raise ConfigError("schedule", self.kind, rule, cure)
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
-        """The forward passes of the warm-up and one of the steady phase, of two stages."""
+        """The forward passes of the warm-up and one of the steady phase; each counts half, as a rank has two stages."""
         return ranks + 0.5
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
@@ -118,7 +118,7 @@ class _Interleaved(Looped):
 
     # How many more forward passes a rank runs before its first backward pass than the next rank does.
     _lead_per_rank: ClassVar[int]
-    # The kinds of the backward passes, each with the number of turns by which it begins later on the next rank.
+    # The kinds of backward passes; for each, how many turns later it begins on the next rank.
     _backward: ClassVar[tuple[tuple[Kind, int], ...]]
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
@@ -221,7 +221,7 @@ class OneFOneB(OneStage):
     splits: ClassVar[bool | None] = False
 
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
-        """One for each stage, if there are as many."""
+        """One microbatch for each stage, or all if there are fewer."""
         return min(ranks, microbatches)
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
@@ -254,7 +254,7 @@ class ZBV(VShaped):
         return min(ranks, microbatches)
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        # The construction needs 2·ranks − 1 microbatches; for fewer, the actions of the others are left out: no
+        # The construction needs 2·ranks − 1 microbatches. If there are fewer, remove the actions of the surplus: no
         # microbatch waits for another.
         count = max(2 * ranks - 1, microbatches)
         orders = [_zbv_of_rank(rank, ranks=ranks, microbatches=count) for rank in range(ranks)]
