@@ -42,5 +42,5 @@ def test_a_twin_ends_with_a_report_that_names_a_winner_or_says_that_it_is_noise(
     # Parts of a step and items of memory are measured for every recipe.
     assert "Where the time of a step goes (estimate)" not in page
     assert "Memory by item (declared)" not in page
-    assert "Without a bar, for lack of figures" not in page
+    assert "No bar, because figures are missing" not in page
     assert ("Left out: parallelism.async_tensor=true" in page) == (story == "stack_70b_256gpus")

@@ -35,10 +35,10 @@ def test_the_verdict_the_table_and_the_stacks(run, say):
             f"ranks 0, 2 wait in all_reduce (shard, sequence number 3) at {place}"
         ),
         "",
-        "rank  state                                              phase   last collective                                 waits for",
-        "0     waits                                              step 4  all_reduce (shard, sequence number 3): pending  1",
+        "rank  state                                              phase   last collective                                         waits for",
+        "0     waits                                              step 4  all_reduce (shard, sequence number 3): pending for 0 s  1",
         "1     does not answer: its process is stopped (SIGSTOP)",
-        "2     waits                                              step 4  all_reduce (shard, sequence number 3): pending  1",
+        "2     waits                                              step 4  all_reduce (shard, sequence number 3): pending for 0 s  1",
         "",
         "ranks 0, 2, innermost call first:",
         f"  {place}",

@@ -180,7 +180,7 @@ def test_without_a_key_nothing_is_merged(made, say):
 
 
 def test_a_run_that_ended_without_a_tracker_gets_its_files_afterwards(made, say, monkeypatch):
-    """After `make quickstart` no way led to wandb: sync and sync --rebuild said that nothing is to be uploaded."""
+    """After `make quickstart` no way led to wandb: sync and sync --rebuild said that there is nothing to upload."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
     run = made.run("fsdp", shard=2)
     begin(run)

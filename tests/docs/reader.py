@@ -132,7 +132,7 @@ class Reader:
         patch("titanlab.cli.proofs.Prover", lambda trainer: SimpleNamespace(rows=self._proved))
         patch("titanlab.cli.proofs.train_in_ranks", self._rehearsed)
         read_request = plan.read_request
-        patch(plan, "read_request", lambda *given: shortened(read_request(*given)))
+        patch(plan, "read_request", lambda *given, **named: shortened(read_request(*given, **named)))
         patch(source, "prepare", prepared)
         patch(source, "fingerprint", fingerprinted)
         patch("titanlab.cli.weights.find", lambda folder, key: None)

@@ -137,7 +137,7 @@ def test_memory_is_what_runs_have_measured_beside_what_is_declared(made):
     ]
     assert dict(zip(headings, lines["dp_s2", "declared"], strict=True))["activations"] != ""
     assert {mark.runs for mark in panel.figure.marks.values()} == {(measured.path.name,)}
-    assert panel.notes == ["Without a bar, for lack of figures: tp2."]
+    assert panel.notes == ["No bar, because figures are missing: tp2."]
     assert (
         memory_text(facts_in(made.folder))
         == "8.50 GiB: parameters 1.00, gradients 1.50, optimizer state 2.00, rest 4.00"

@@ -95,7 +95,7 @@ def test_numbers_of_stages(kind):
 @pytest.mark.parametrize("stages_per_rank", [1, 3])
 def test_a_v_has_two_stages_a_rank(kind, stages_per_rank):
     schema = type(Schedule(kind).config)
-    with pytest.raises(ConfigError, match=f"schedule.stages_per_rank={stages_per_rank}: .*two a rank; try 2"):
+    with pytest.raises(ConfigError, match=f"schedule.stages_per_rank={stages_per_rank}: .*each rank has two; try 2"):
         schema(stages_per_rank=stages_per_rank)
 
 

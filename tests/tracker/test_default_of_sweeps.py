@@ -76,7 +76,7 @@ def test_sync_writes_what_a_stopped_run_has_not_written(tmp_path, monkeypatch, c
     with run.open_metrics(attempt, resumed_step=0) as metrics:
         metrics.write("train", 1, {meter.LOSS: 3.0})
     assert main(["sync", "layouts"]) == 0
-    assert "nothing is to be uploaded" in capsys.readouterr().out
+    assert "there is nothing to upload" in capsys.readouterr().out
     end(run, "cancelled")
     assert main(["sync", "layouts"]) == 2
     assert "WANDB_API_KEY" in capsys.readouterr().err

@@ -12,8 +12,7 @@ from titanlab.checkpoint import checkpoints_of, read_contents
 from titanlab.cli.compose import compose_one
 from titanlab.costs import meter, training_flops_per_token
 from titanlab.errors import ConfigError
-from titanlab.plan import for_planning, share_of
-from titanlab.plan.machine import machine_of
+from titanlab.plan import for_planning, machine_of, share_of
 from titanlab.plan.memory import memory, saved_bytes
 from titanlab.plan.step_time import step_time
 from titanlab.prove import tolerances, trace

@@ -145,13 +145,11 @@ class Loader:
         return composed.whole
 
     def chooses(self, group: str, recipes: Sequence[str] = ()) -> bool:
-        """Whether an override, or a file in place of titanlab's config.yaml, chooses an option or a key of a group.
+        """Whether an override, or a file in place of titanlab's config.yaml, chooses an option of a group.
 
         Args:
             recipes: overrides of which each chooses another recipe.
         """
-        if any(text.lstrip("+~").startswith(f"{group}.") for text in self.overrides):
-            return True
         cases = [[*self.overrides, recipe] for recipe in recipes] or [list(self.overrides)]
         return any(self._chooses(group, overrides) for overrides in cases)
 

@@ -154,7 +154,7 @@ def _choose_defaults(
     loader: Loader, points: Sequence[Values], control: Values | None, *, measured: bool
 ) -> Sequence[str]:
     """Give the loader the options that a sweep has unless anything chooses others. Returns what the user must know."""
-    swept = {key.partition(".")[0] for key in (*keys_of(points), *(control or {}))}
+    swept = (*keys_of(points), *(control or {}))
     # A recipe of the space may choose options too.
     recipes = sorted({f"+recipe={point['recipe']}" for point in points if "recipe" in point})
     notices = []
