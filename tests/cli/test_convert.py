@@ -213,17 +213,20 @@ def test_a_recipe_that_is_there_stays_unless_forced(tmp_path, capsys):
     assert "llama3_1_8b" in into.read_text()
 
 
+def in_words(default: object) -> str:
+    if isinstance(default, list):
+        return ", ".join(default) or "none"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "none" if default in (None, "") else str(default)
+
+
 def table() -> str:
     """The tables of the page, from the code's own tables."""
     lines = ["| key of torchtitan | its default | here |", "|---|---|---|"]
     for key, known in KEYS.items():
-        default = (
-            {None: "none", True: "true", False: "false"}.get(known.default, known.default)
-            if not isinstance(known.default, list)
-            else ", ".join(known.default) or "none"
-        )
         remark = f"; {known.remark}" if known.remark else ""
-        lines.append(f"| {key} | {default if default != '' else 'none'} | {known.ours}{remark} |")
+        lines.append(f"| {key} | {in_words(known.default)} | {known.ours}{remark} |")
     lines += ["", "| keys without a counterpart | why, or what to do instead |", "|---|---|"]
     lines += ["| {} | {} |".format(keys.replace("*", r"\*"), why) for keys, why in WITHOUT_COUNTERPART.items()]
     return "\n".join(lines)

@@ -19,6 +19,7 @@ from titanlab.recipe import conf_folder
 from titanlab.records import OutcomeKind, identify
 from titanlab.sweep import Submitted, plan_lines, plan_study
 from titanlab.sweep.plan import Dropped
+from titanlab.sweep.rows import estimated
 from titanlab.sweep.submit import Decision
 
 PAGE = Path(__file__).parents[2] / "docs" / "sweeps.md"
@@ -166,6 +167,17 @@ def test_a_plan_counts_what_is_there_already():
         "  3 × is wrong",
     ]
     assert lines[6].split() == ["run-ended", "single", "16", "24.0", "oom"]
+
+
+def test_a_plan_says_what_it_will_cost():
+    found = plan_study(
+        ["model=llama3_8b", "data=synthetic", "parallelism=fsdp", "cluster=h100", "world=8"], elsewhere=True
+    )
+    shape = JobShape(processes=8, nodes=1, tasks_per_node=8, gpus_per_node=8, minutes=60)
+    decision = Decision(planned=found.planned[0], run_name="run", action="submit", outcome=None, shape=shape)
+    hours = estimated(found.planned[0].recipe).hours
+    assert hours > 0
+    assert f"8.0 GPU-hours asked for, about {8 * hours:,.1f} used by estimate; " in plan_lines(found, [decision])[-1]
 
 
 def test_a_plan_marks_the_runs_of_the_control(command, tmp_path):

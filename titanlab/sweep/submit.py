@@ -482,6 +482,14 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
         known = [value for value in hours if value is not None]
         total = f"{sum(known):,.1f}" if len(known) == len(hours) else "no limit to the"
         parts += [counted(gpus, "GPU"), f"{total} GPU-hours asked for"]
+        estimates = [estimated(decision.planned.recipe) for decision in submitted]
+        used = [
+            estimate.hours * shape.processes
+            for estimate, shape in zip(estimates, shapes, strict=True)
+            if not isinstance(estimate, str)
+        ]
+        if len(used) == len(estimates):
+            parts.append(f"about {sum(used):,.1f} used by estimate")
     return f"{counted(len(submitted), 'job')}: {', '.join(parts)}; the largest has {max(s.processes for s in shapes):,}"
 
 
