@@ -52,7 +52,7 @@ def test_a_sweeps_file_has_notes_and_its_space_has_none(tmp_path):
     space = {"product": {"training.steps": [20, 30]}}
     arguments = write_sweep(tmp_path, sweep_text(space, base="notes: of the file\n"))
     assert {run.recipe.notes for run in plan(*arguments).planned} == {"of the file"}
-    with pytest.raises(ConfigError, match="is one for the whole sweep"):
+    with pytest.raises(ConfigError, match="must have one value for the whole sweep"):
         plan(*write_sweep(tmp_path, sweep_text({"product": {"notes": ["a", "b"]}})))
 
 
