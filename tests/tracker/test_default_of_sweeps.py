@@ -17,6 +17,7 @@ from titanlab.costs import meter
 from titanlab.recipe import conf_folder
 from titanlab.report.wandb_workspace import RESIDENT
 from titanlab.sweep import SweepFolder
+from titanlab.sweep.repro import composed_now
 from titanlab.techniques.tracker.trackers_schema import Wandb, choice_for_sweeps
 from titanlab.train import is_due
 
@@ -67,6 +68,19 @@ def test_an_option_that_is_swept_or_a_config_of_the_users_own_may_choose_too(tmp
     config = own / "config.yaml"
     config.write_text(config.read_text().replace("tracker: jsonl", "tracker: tensorboard"))
     assert tracker_of(*POINTS, f"--config-path={own}").kind == "tensorboard"
+
+
+def test_a_run_of_a_sweep_composes_to_the_same_again(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    made = Made(tmp_path / "runs")
+    run = made.run("a", seed=1)
+    definition = {"overrides": ["data=synthetic", "optimizer.schedule.warmup_steps=2"], "space": {"zip": {"seed": [1]}}}
+    made.folder.write_manifest(definition, [{"point": {"seed": 1}, "run": run.path.name}])
+    recipe, problem = composed_now(run, {})
+    assert problem == ""
+    assert (recipe["seed"], recipe["tracker"]["mode"], recipe["profiler"]["kind"]) == (1, "at_end", "breakdown")
+    made.folder.write_manifest({**definition, "space": None}, [{"point": {}, "run": run.path.name}])
+    assert composed_now(run, {})[0]["tracker"]["kind"] == "jsonl"
 
 
 def test_the_environment_and_what_is_installed_decide(monkeypatch):

@@ -147,12 +147,13 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None, *, meas
     _check_keys(request)
     if not is_sweep:
         return request
-    return replace(request, notices=_choose_defaults(loader, [*points, control or {}], measured=measured))
+    return replace(request, notices=choose_defaults(loader, [*points, control or {}], measured=measured))
 
 
-def _choose_defaults(loader: Loader, points: Sequence[Values], *, measured: bool) -> tuple[str, ...]:
+def choose_defaults(loader: Loader, points: Sequence[Values], *, measured: bool) -> tuple[str, ...]:
     """Give the loader the options that a sweep has unless anything chooses others. Returns what the user must know."""
-    chosen, notices = loader.chosen(points), ()
+    chosen = loader.chosen(points)
+    notices: tuple[str, ...] = ()
     if _TRACKER not in chosen:
         option, notices = choice_for_sweeps(os.environ)
         loader.defaults += (f"{_TRACKER}={option}",)
