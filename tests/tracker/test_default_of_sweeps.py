@@ -16,8 +16,7 @@ from titanlab.cli import main
 from titanlab.costs import meter
 from titanlab.recipe import conf_folder
 from titanlab.report.wandb_workspace import RESIDENT
-from titanlab.sweep import SweepFolder
-from titanlab.sweep.repro import composed_now
+from titanlab.sweep import SweepFolder, composed_now
 from titanlab.techniques.tracker.trackers_schema import Wandb, choice_for_sweeps
 from titanlab.train import is_due
 
