@@ -64,6 +64,14 @@ def agree(here, pair, pool, folder, capsys):
     pool.run(recipe.world, tiny.as_rank, recipe, tiny.begin(recipe), limit_seconds=500)
 
 
+def test_a_technique_of_the_users_own_is_asked_about(tmp_path, capsys):
+    (tmp_path / "precision").mkdir()
+    text = (conf_folder() / "precision" / "bf16.yaml").read_text()
+    (tmp_path / "precision" / "mine.yaml").write_text(text)
+    assert main(["combinations", "fsdp", "--config-dir", str(tmp_path), "precision=mine"]) == 0
+    assert capsys.readouterr().out.startswith("proven: ")
+
+
 def test_what_is_said_of_a_pair_is_what_training_does(here, pool, tmp_path, capsys):
     pairs = [
         ("reduce_each", "schedule=zbv"),

@@ -19,10 +19,14 @@ from titanlab.train.tracking import tracked_run
 ODD = "first, [bold]second[/bold]: it's <b>why</b> (see #12)? a=b {x} \\"
 
 
-@pytest.mark.parametrize("text", [ODD, "12", "two\nlines 👩‍💻"])
+@pytest.mark.parametrize("text", [ODD, "12", "two\nlines 👩‍💻", "'fast' beats 'slow'", '"a" or "b"', "'"])
 def test_notes_are_the_text_as_typed_through_every_door(tmp_path, text):
     assert composed(f"notes={text}").notes == text
     assert overridden(to_mapping(composed()), [f"notes={text}"], file=tmp_path).notes == text
+    # A dollar sign in a file is OmegaConf's.
+    for typed in (f"notes={text} ${{x}}", f"+notes=\\${{x}} {text}"):
+        assert composed(typed).notes == typed.partition("=")[2]
+    assert overridden(to_mapping(composed()), [f"notes={text} ${{x}}"], file=tmp_path).notes == f"{text} ${{x}}"
     written = "\n  ".join(["notes: |-", *text.split("\n")])
     assert from_file(tmp_path, "recipe", f"# @package _global_\ndefaults: [quickstart]\n{written}\n").notes == text
 
@@ -60,6 +64,14 @@ def noted(runs, notes):
     made = study(runs, seeds(2), launch=SLURM)
     planned = [dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, notes=notes)) for run in made.planned]
     return dataclasses.replace(made, planned=tuple(planned))
+
+
+def test_recipes_with_notes_of_their_own_give_the_sweep_none(slurm, tmp_path):
+    made = noted(tmp_path / "runs", "of one")
+    other = dataclasses.replace(made.planned[1], recipe=dataclasses.replace(made.planned[1].recipe, notes="of another"))
+    folder = submit(dataclasses.replace(made, planned=(made.planned[0], other)), quiet).folder
+    assert folder.notes() == ""
+    assert sorted(run.config()["notes"] for run in folder.runs()) == ["of another", "of one"]
 
 
 def test_a_sweep_shows_the_notes_of_its_latest_submission_and_a_run_its_own(slurm, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 
 import pytest
 
@@ -13,8 +14,9 @@ from tests.tracker.test_wandb import inspect
 from tests.until import until
 from titanlab.cli import main
 from titanlab.costs import meter
+from titanlab.recipe import conf_folder
 from titanlab.report.wandb_workspace import RESIDENT
-from titanlab.sweep import SweepFolder
+from titanlab.sweep import SweepFolder, composed_now
 from titanlab.techniques.tracker.trackers_schema import Wandb, choice_for_sweeps
 from titanlab.train import is_due
 
@@ -50,11 +52,41 @@ def test_what_chooses_a_tracker_wins(tmp_path, monkeypatch, tracker):
     assert [run.recipe.tracker.kind for run in points] == [tracker]
 
 
+def test_an_option_that_is_swept_or_a_config_of_the_users_own_may_choose_too(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    for group, name, line in (("mine", "a", "override /tracker: tensorboard"), ("mine", "b", "override /ac: full")):
+        (tmp_path / group).mkdir(exist_ok=True)
+        text = f"# @package _global_\ndefaults:\n  - {line}\n  - override /data: synthetic\n"
+        (tmp_path / group / f"{name}.yaml").write_text(text)
+    given = [f"--config-dir={tmp_path}", "training.steps=20", "optimizer.schedule.warmup_steps=2"]
+    points = plan(*given, "+mine=a,b").planned
+    assert [run.recipe.tracker.kind for run in points] == ["tensorboard", "jsonl"]
+    assert tracker_of(*given, "+mine=b", "seed=0,1") == Wandb(mode="at_end")
+    own = tmp_path / "own"
+    shutil.copytree(conf_folder(), own)
+    config = own / "config.yaml"
+    config.write_text(config.read_text().replace("tracker: jsonl", "tracker: tensorboard"))
+    assert tracker_of(*POINTS, f"--config-path={own}").kind == "tensorboard"
+
+
+def test_a_run_of_a_sweep_composes_to_the_same_again(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE")
+    made = Made(tmp_path / "runs")
+    run = made.run("a", seed=1)
+    definition = {"overrides": ["data=synthetic", "optimizer.schedule.warmup_steps=2"], "space": {"zip": {"seed": [1]}}}
+    made.folder.write_manifest(definition, [{"point": {"seed": 1}, "run": run.path.name}])
+    recipe, problem = composed_now(run, {})
+    assert problem == ""
+    assert (recipe["seed"], recipe["tracker"]["mode"], recipe["profiler"]["kind"]) == (1, "at_end", "breakdown")
+    made.folder.write_manifest({**definition, "space": None}, [{"point": {}, "run": run.path.name}])
+    assert composed_now(run, {})[0]["tracker"]["kind"] == "jsonl"
+
+
 def test_the_environment_and_what_is_installed_decide(monkeypatch):
-    assert choice_for_sweeps({}) == choice_for_sweeps({"WANDB_MODE": "offline"}) == ("wandb_at_end", "")
-    assert choice_for_sweeps({"WANDB_API_KEY": "x"}) == ("wandb_at_end", "")
-    assert choice_for_sweeps({"WANDB_MODE": "online"}) == ("wandb", "")
-    assert choice_for_sweeps({"WANDB_MODE": "disabled"}) == ("jsonl", "")
+    assert choice_for_sweeps({}) == choice_for_sweeps({"WANDB_MODE": "offline"}) == ("wandb_at_end", ())
+    assert choice_for_sweeps({"WANDB_API_KEY": "x"}) == ("wandb_at_end", ())
+    assert choice_for_sweeps({"WANDB_MODE": "online"}) == ("wandb", ())
+    assert choice_for_sweeps({"WANDB_MODE": "disabled"}) == ("jsonl", ())
     monkeypatch.delenv("WANDB_MODE")
     found = importlib.util.find_spec
     monkeypatch.setattr(

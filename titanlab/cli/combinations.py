@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlab.cli.arguments import json_text
+from titanlab.recipe import read_flags
 from titanlab.sweep.combinations import REFUSED, VERDICTS, WORKS, Answer, Combinations
 from titanlab.system import Console, aligned
 
@@ -16,12 +17,13 @@ _WHERE = ("cluster", "model", "world", "training.seq_len", "training.global_batc
 
 def combinations_verb(args: Namespace) -> int:
     """Returns 0; 1 if what was asked about is refused."""
+    flags = read_flags(args.rest)
     where = [
-        word for word in args.rest if word.startswith(("-", "cluster.", "model.")) or word.partition("=")[0] in _WHERE
+        word for word in flags.overrides if word.startswith(("cluster.", "model.")) or word.partition("=")[0] in _WHERE
     ]
-    asked = [word for word in args.rest if word not in where]
+    asked = [word for word in flags.overrides if word not in where]
     with Console() as console:
-        combinations = Combinations(where)
+        combinations = Combinations([*flags.flags, *where])
         point = combinations.point(asked)
         values: dict[str, Any]
         code = 0

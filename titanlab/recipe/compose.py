@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -144,21 +144,21 @@ class Loader:
         self._known_choices = composed.choices
         return composed.whole
 
-    def chooses(self, group: str, recipes: Sequence[str] = ()) -> bool:
-        """Whether an override, or a file in place of titanlab's config.yaml, chooses an option of a group.
-
-        Args:
-            recipes: overrides of which each chooses another recipe.
-        """
-        cases = [[*self.overrides, recipe] for recipe in recipes] or [list(self.overrides)]
-        return any(self._chooses(group, overrides) for overrides in cases)
-
-    def _chooses(self, group: str, overrides: Sequence[str]) -> bool:
-        with composition_errors(overrides, self._flags.values):
-            texts = [as_typed(with_combination(text)) for text in overrides]
-            listed = self._hydra.compute_defaults_list(self.config_name, texts, run_mode=RunMode.RUN)
-        parents = [each.parent for each in listed.defaults if str(each.config_path).startswith(f"{group}/")]
-        return group in listed.overrides.override_choices or "config" not in parents
+    def chosen(self, points: Iterable[Mapping[str, Any]]) -> set[str]:
+        """Groups of which an override, a point, or a file in place of titanlab's config.yaml chooses an option."""
+        choices = list(map(self.choices_of, points))
+        found = {group for each in choices for group, _ in each}
+        # Other options of a point, such as a recipe, may choose options of further groups.
+        for wide in {tuple(choice for choice in each if not self.is_own(*choice)) for each in choices}:
+            overrides = [*self.overrides, *self.overrides_of(dict(wide))]
+            # The composition of the points reports what is wrong.
+            with contextlib.suppress(ConfigError), composition_errors(overrides, self._flags.values):
+                texts = [as_typed(with_combination(text)) for text in overrides]
+                listed = self._hydra.compute_defaults_list(self.config_name, texts, run_mode=RunMode.RUN)
+                own = self._flags.values["--config-path"] is None
+                usual = {str(each.config_path).partition("/")[0] for each in listed.defaults if each.parent == "config"}
+                found |= {*listed.overrides.override_choices, *(discover().keys() - (usual if own else set()))}
+        return found
 
     def compose(self, overrides: Sequence[str]) -> Composed:
         """The composition of the shared overrides followed by `overrides`; without any, it is composed only once."""

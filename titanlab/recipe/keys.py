@@ -28,7 +28,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from titanlab.errors import ConfigError
 from titanlab.options import PLUS, Option, combining_groups, discover
 from titanlab.recipe import torchtitan
-from titanlab.recipe.recipe import Recipe
+from titanlab.recipe.recipe import Recipe, literal
 
 
 @dataclass(kw_only=True)
@@ -237,7 +237,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 
 def load(source: str | TextIO, name: str) -> Any:
     """The values of a YAML for the key of this name (empty: a whole recipe); yaml.YAMLError: it is not YAML."""
-    if name == _NOTES and isinstance(source, str) and source != "null" and not _is_quoted(source):
+    if name == _NOTES and isinstance(source, str) and source != "null" and not _QUOTED.fullmatch(source):
         return source
     loader = _Loader(source)
     try:
@@ -319,16 +319,18 @@ _PIECES = re.compile(
 )
 # Functions of Hydra that return their arguments as they are; others compute with numbers.
 _FUNCTIONS = ("choice", "shuffle", "tag")
-# The key whose value is a sentence: commas, colons and brackets in it have no meaning for Hydra or YAML.
+# The key whose value is a sentence: commas, colons, brackets and `${` in it have no meaning for Hydra or YAML.
 _NOTES = "notes"
+# A whole value in quotes of Hydra's.
+_QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 def as_typed(override: str) -> str:
     """An override with quotes around values that are text but look like a number or a boolean, and around notes."""
     before, equals, value = override.partition("=")
     key = before.lstrip("+").partition("@")[0]
-    if key == _NOTES and value != "null" and not _is_quoted(value):
-        return f"{before}{equals}{QuotedString(text=value, quote=Quote.single).with_quotes()}"
+    if key == _NOTES and value != "null" and not _QUOTED.fullmatch(value):
+        return f"{before}{equals}{QuotedString(text=literal(value), quote=Quote.single).with_quotes()}"
     is_choice = is_group(key)
     if not (is_choice or str in types_of(key) or value.startswith("{")):
         return override
@@ -355,10 +357,6 @@ def as_typed(override: str) -> str:
                 pieces[place] = re.sub(r"(\S+)\s*", r"'\1'", piece)
         after_key = after_key and piece == ":"
     return f"{before}{equals}{''.join(pieces)}"
-
-
-def _is_quoted(text: str) -> bool:
-    return len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
 
 
 def _is_read(text: str) -> bool:

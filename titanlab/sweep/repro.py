@@ -20,6 +20,7 @@ from titanlab.options import discover
 from titanlab.recipe import Loader, from_mapping, literal, read_flags, resolve, to_mapping
 from titanlab.records import PATCH_LIMIT, RECORD, RunFolder, code_fingerprint, config_text, read_optional
 from titanlab.sweep.composer import Composer
+from titanlab.sweep.request import choose_defaults
 from titanlab.sweep.space import differing
 from titanlab.sweep.sweep_folder import SweepFolder
 from titanlab.system import CommandResult, read_bytes, run_command
@@ -297,14 +298,19 @@ def composable(config: Mapping[str, Any]) -> str:
 def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
     """The recipe to which a run's sweep or command line composes now; or None, and the reason."""
     sweep = SweepFolder(run.path.parent)
-    overrides = sweep.manifest().get("overrides")
-    point = next((row.get("point") for row in sweep.points() if row.get("run") == run.path.name), None)
+    manifest, rows = sweep.manifest(), sweep.points()
+    overrides = manifest.get("overrides")
+    point = next((row.get("point") for row in rows if row.get("run") == run.path.name), None)
     try:
         if isinstance(overrides, list) and isinstance(point, dict):
             shared = [text for text in overrides if isinstance(text, str) and "=" in text]
             loader = Loader(read_flags(shared), shared)
             # `base` reads the options that all points share, which decides how a point's values are set.
             loader.base()
+            # Without a space it may be a single run, which has no defaults of sweeps.
+            if manifest.get("space") is not None:
+                points = [row["point"] for row in rows if isinstance(row.get("point"), dict)]
+                choose_defaults(loader, points, measured=True)
             recipe = Composer(loader, [point]).recipe(point)
         else:
             arguments, problem = _overrides(env)

@@ -6,7 +6,7 @@ import difflib
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -72,7 +72,7 @@ class Request:
     control: Values | None
     option: str | None
     named: bool
-    notices: tuple[str, ...]
+    notices: tuple[str, ...] = ()
 
     @property
     def definition(self) -> Mapping[str, Any]:
@@ -124,7 +124,6 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None, *, meas
         rule = f"of {len(points)} points each are more runs than {LIMIT}"
         raise ConfigError(_REPEATS, repeats, rule, "take some values out, or repeat less often")
     control, swept = read_control(settings["control"]), keys_of(points)
-    notices = _choose_defaults(loader, points, control, measured=measured) if is_sweep else []
     request = Request(
         loader=loader,
         points=points,
@@ -134,7 +133,6 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None, *, meas
         control=control,
         option=base.hydra.runtime.choices.get("sweeps"),
         named=any(override.key_or_group == "name" for override in parsed),
-        notices=tuple(notices),
     )
     # A key with one value for all points must not have other values in the space or in the control.
     for override in parsed:
@@ -147,22 +145,19 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None, *, meas
             cure = f'leave it out, or keep some points: hydra.sweeper.where=["{key} == {value!r}"]'
             raise ConfigError(key, value, rule, cure)
     _check_keys(request)
-    return request
+    if not is_sweep:
+        return request
+    return replace(request, notices=choose_defaults(loader, [*points, control or {}], measured=measured))
 
 
-def _choose_defaults(
-    loader: Loader, points: Sequence[Values], control: Values | None, *, measured: bool
-) -> Sequence[str]:
+def choose_defaults(loader: Loader, points: Sequence[Values], *, measured: bool) -> tuple[str, ...]:
     """Give the loader the options that a sweep has unless anything chooses others. Returns what the user must know."""
-    swept = (*keys_of(points), *(control or {}))
-    # A recipe of the space may choose options too.
-    recipes = sorted({f"+recipe={point['recipe']}" for point in points if "recipe" in point})
-    notices = []
-    if _TRACKER not in swept and not loader.chooses(_TRACKER, recipes):
-        option, notice = choice_for_sweeps(os.environ)
+    chosen = loader.chosen(points)
+    notices: tuple[str, ...] = ()
+    if _TRACKER not in chosen:
+        option, notices = choice_for_sweeps(os.environ)
         loader.defaults += (f"{_TRACKER}={option}",)
-        notices = [notice] if notice else []
-    if measured and _PROFILER not in swept and not loader.chooses(_PROFILER, recipes):
+    if measured and _PROFILER not in chosen:
         loader.defaults += _BREAKDOWN
     return notices
 

@@ -275,8 +275,9 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
     points += [row_of(drop.point, None, dropped={"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
     earlier = [row for row in folder.points() if row.get("run") and row["run"] not in now]
     points += [row for row in earlier if folder.run(row["run"]).path.is_dir()]
-    # One text for the whole sweep: no space has the key.
-    notes = None if folder.name == SINGLE else next((planned.recipe.notes for planned in study.planned), None)
+    # Recipes that are swept may have notes of their own.
+    texts = {planned.recipe.notes for planned in study.planned}
+    notes = None if folder.name == SINGLE or len(texts) != 1 else texts.pop()
     manifest = {
         "name": study.name,
         "origin": study.origin,

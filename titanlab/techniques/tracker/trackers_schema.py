@@ -103,14 +103,14 @@ class Wandb(TrackerConfig):
         return replace(self, mode="offline", queue_rows=rows + 1, finish_seconds=120 + rows / 100)
 
 
-def choice_for_sweeps(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The option with which a sweep records if nothing chooses one, and a line on why it is not wandb; or no line."""
+def choice_for_sweeps(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """The option with which a sweep records if nothing chooses one; a line on why it is not wandb, if it is unusual."""
     mode = environ.get("WANDB_MODE")
     if mode == "disabled":
-        return "jsonl", ""
+        return "jsonl", ()
     if importlib.util.find_spec("wandb") is None:
-        return "jsonl", "wandb is not installed, so its files are not written; metrics.jsonl has everything"
-    return "wandb" if mode == "online" else "wandb_at_end", ""
+        return "jsonl", ("wandb is not installed, so its files are not written; metrics.jsonl has everything",)
+    return "wandb" if mode == "online" else "wandb_at_end", ()
 
 
 @option("tracker", "jsonl")
