@@ -152,7 +152,7 @@ def test_axes_float8_saving_and_validation(tmp_path, capsys):
 
 
 def test_what_a_job_says_of_itself_and_of_its_profilers(tmp_path, capsys):
-    said = "It's a \"run\" of {8B}, x=[1]: naïve"
+    said = 'It\'s a "run" of {8B}, x=[1]: naïve'
     (tmp_path / "said.toml").write_text(
         f"[job]\ndescription = '''{said}'''\n"
         "[profiling]\nenable_profiling = true\nenable_memory_snapshot = true\nprofile_freq = 50\n"
@@ -160,7 +160,8 @@ def test_what_a_job_says_of_itself_and_of_its_profilers(tmp_path, capsys):
     recipe, _ = converted(tmp_path / "said.toml", "--world", "1", capsys=capsys)
     assert (recipe.notes, recipe.profiler.kind) == (said, "trace+memory")
     assert (recipe.profiler.trace.every, recipe.profiler.trace.skip, recipe.profiler.memory.every) == (50, 49, 50)
-    assert main(["convert", str(tmp_path / "said.toml"), "--world", "1", "--into", str(tmp_path / "recipe/a.yaml")]) == 0
+    into = str(tmp_path / "recipe" / "a.yaml")
+    assert main(["convert", str(tmp_path / "said.toml"), "--world", "1", "--into", into]) == 0
     (again,) = compose(["--config-dir", str(tmp_path), "+recipe=a"])
     assert (again.notes, again.profiler) == (recipe.notes, recipe.profiler)
 

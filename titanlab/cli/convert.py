@@ -367,7 +367,7 @@ def _records(made: Converted, given: Mapping[str, Any]) -> None:
     path, is_hugging_face = given["checkpoint.initial_load_path"], given["checkpoint.initial_load_in_hf"]
     if path is not None or is_hugging_face:
         if not given["checkpoint.enable"]:
-            made.notes.append("checkpoint.enable=false: torchtitan reads no initial weights; add init_from to read them")
+            made.notes.append("checkpoint.enable=false: torchtitan reads no initial weights, so init_from is left out")
         elif is_hugging_face:
             values["init_from"] = path or values["data.tokenizer"]
         else:
