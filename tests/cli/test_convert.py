@@ -190,10 +190,12 @@ def test_a_key_that_is_on_and_has_no_counterpart_is_named(tmp_path, capsys):
     (tmp_path / "on.toml").write_text(
         "[checkpoint]\nlast_save_in_hf = true\n[fault_tolerance]\nenable = true\ngroup_size = 1\n"
         "[memory_estimation]\nenable = false\n"
+        "[model]\nconverters = ['quantize.linear.mx']\n[quantize.linear.mx]\nrecipe_name = 'mxfp8_emulated'\n"
     )
     _, notes = converted(tmp_path / "on.toml", "--world", "1", capsys=capsys)
     assert "checkpoint.last_save_in_hf=true: after the run, `titanlab export" in notes
     assert "fault_tolerance.enable=true: " in notes
+    assert "quantize.linear.mx.recipe_name=mxfp8_emulated: " in notes
     assert "group_size" not in notes
     assert "memory_estimation" not in notes
 

@@ -86,7 +86,8 @@ def convert_verb(args: Namespace) -> int:
         else:
             args.into.parent.mkdir(parents=True, exist_ok=True)
             write_text(args.into, made.recipe_file(path.name))
-            console.note(f"titanlab train --config-dir {args.into.parent.parent} +recipe={args.into.stem}")
+            folder = str(args.into.parent.parent)
+            console.note(shlex.join(["titanlab", "train", "--config-dir", folder, f"+recipe={args.into.stem}"]))
         for line in ["", "differs, or is left out:", *made.notes] if made.notes else []:
             console.note(line)
     return 0
@@ -288,6 +289,8 @@ def _precision(made: Converted, given: Mapping[str, Any]) -> None:
         values["precision.skip"] = [name for name in skip if name != "auto_filter_small_kn"]
         if values["precision.skip"] != skip:
             made.notes.append(f"{section}.filter_fqns=auto_filter_small_kn: name the small layers in precision.skip")
+        if not float8 and recipe != KEYS[f"{section}.recipe_name"].default:
+            made.notes.append(f"{section}.recipe_name={recipe}: precision=mxfp8 is mxfp8_cublas")
         if float8 and recipe == "tensorwise" and not given[f"{section}.enable_fsdp_float8_all_gather"]:
             values["precision.all_gather"] = False
         if float8 and given[f"{section}.emulate"]:

@@ -3,7 +3,6 @@ from .claim import claimed as claimed
 from .claim import holder as holder
 from .claim import holder_of as holder_of
 from .claim import is_claimed as is_claimed
-from .claim import is_locked as is_locked
 from .claim import name_holder as name_holder
 from .files import as_typed as as_typed
 from .files import config_text as config_text
