@@ -151,6 +151,55 @@ def test_axes_float8_saving_and_validation(tmp_path, capsys):
     assert resolve(again, world=None, accelerator="cuda", device="NVIDIA H100 80GB HBM3") == recipe
 
 
+def test_what_a_job_says_of_itself_and_of_its_profilers(tmp_path, capsys):
+    said = 'It\'s a "run" of {8B}, x=[1]: naïve'
+    (tmp_path / "said.toml").write_text(
+        f"[job]\ndescription = '''{said}'''\n"
+        "[profiling]\nenable_profiling = true\nenable_memory_snapshot = true\nprofile_freq = 50\n"
+    )
+    recipe, _ = converted(tmp_path / "said.toml", "--world", "1", capsys=capsys)
+    assert (recipe.notes, recipe.profiler.kind) == (said, "trace+memory")
+    assert (recipe.profiler.trace.every, recipe.profiler.trace.skip, recipe.profiler.memory.every) == (50, 49, 50)
+    into = str(tmp_path / "recipe" / "a.yaml")
+    assert main(["convert", str(tmp_path / "said.toml"), "--world", "1", "--into", into]) == 0
+    (again,) = compose(["--config-dir", str(tmp_path), "+recipe=a"])
+    assert (again.notes, again.profiler) == (recipe.notes, recipe.profiler)
+
+
+@pytest.mark.parametrize(
+    ("keys", "init_from"),
+    [
+        ("enable = true\ninitial_load_path = '/hf'", "/hf"),
+        # torchtitan reads the weights beside the tokenizer.
+        ("enable = true", "assets/8B"),
+        ("enable = true\nload_only = true", "assets/8B"),
+        # torchtitan reads nothing without checkpoints.
+        ("initial_load_path = '/hf'", None),
+    ],
+)
+def test_weights_of_hugging_face(keys, init_from, tmp_path, capsys):
+    (tmp_path / "hf.toml").write_text(
+        f"[model]\nhf_assets_path = './assets/8B'\n[checkpoint]\ninitial_load_in_hf = true\n{keys}\n"
+    )
+    recipe, notes = converted(tmp_path / "hf.toml", "--world", "1", capsys=capsys)
+    assert recipe.init_from == init_from
+    assert ("checkpoint.enable=false" in notes) == (init_from is None)
+
+
+def test_a_key_that_is_on_and_has_no_counterpart_is_named(tmp_path, capsys):
+    (tmp_path / "on.toml").write_text(
+        "[checkpoint]\nlast_save_in_hf = true\n[fault_tolerance]\nenable = true\ngroup_size = 1\n"
+        "[memory_estimation]\nenable = false\n"
+        "[model]\nconverters = ['quantize.linear.mx']\n[quantize.linear.mx]\nrecipe_name = 'mxfp8_emulated'\n"
+    )
+    _, notes = converted(tmp_path / "on.toml", "--world", "1", capsys=capsys)
+    assert "checkpoint.last_save_in_hf=true: after the run, `titanlab export" in notes
+    assert "fault_tolerance.enable=true: " in notes
+    assert "quantize.linear.mx.recipe_name=mxfp8_emulated: " in notes
+    assert "group_size" not in notes
+    assert "memory_estimation" not in notes
+
+
 def test_keys_of_older_versions(tmp_path, capsys):
     (tmp_path / "old.toml").write_text(
         "[model]\nname = 'llama2'\nflavor = '7B'\nnorm_type = 'rmsnorm'\n"

@@ -170,10 +170,10 @@ def test_a_line_names_what_is_left_out(both):
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        (("output", "ouptut"), "ouptut fits no parameter; did you mean output?"),
-        (("layers.7",), "layers.7 fits no parameter; "),
-        (("",), "an empty text fits no parameter; "),
-        (("*",), "leaves all weights out; leave init_from out instead"),
+        (("output", "ouptut"), "=ouptut: names no parameter of the model; try output"),
+        (("layers.7",), "=layers.7: names no parameter of the model; "),
+        (("",), "=: names no parameter of the model; "),
+        (("*",), ": names all parameters of the model; leave some of them out"),
     ],
 )
 def test_a_pattern_that_fits_nothing_or_all_is_refused(both, patterns, said):

@@ -85,8 +85,9 @@ def convert_verb(args: Namespace) -> int:
             console.note(" \\\n  ".join(["titanlab train", *map(shlex.quote, made.overrides)]))
         else:
             args.into.parent.mkdir(parents=True, exist_ok=True)
-            write_text(args.into, made.recipe_file(str(theirs.get("job.description", path.name))))
-            console.note(f"titanlab train --config-dir {args.into.parent.parent} +recipe={args.into.stem}")
+            write_text(args.into, made.recipe_file(path.name))
+            folder = str(args.into.parent.parent)
+            console.note(shlex.join(["titanlab", "train", "--config-dir", folder, f"+recipe={args.into.stem}"]))
         for line in ["", "differs, or is left out:", *made.notes] if made.notes else []:
             console.note(line)
     return 0
@@ -161,11 +162,14 @@ def convert(theirs: Mapping[str, Any], *, name: str, world: int | None, model: s
     """
     given = {key: known.default for key, known in KEYS.items()} | dict(theirs)
     made = Converted(values={"name": name})
+    if description := theirs.get("job.description"):
+        made.values["notes"] = description
     reasons: dict[str, list[str]] = {}
     for key, value in theirs.items():
-        # 1 and -1 are how torchtitan writes that a degree or a number is not used.
-        if key not in KEYS and value not in (False, "", [], 1, -1):
-            reasons.setdefault(reason_without(key) or "has no counterpart", []).append(f"{key}={value}")
+        # 1 and -1 are how torchtitan writes that a degree or a number is not used. Python takes True for 1.
+        if key not in KEYS and (value is True or value not in (False, "", [], 1, -1)):
+            shown = "true" if value is True else value
+            reasons.setdefault(reason_without(key) or "has no counterpart", []).append(f"{key}={shown}")
     made.notes += [f"{', '.join(keys)}: {reason}" for reason, keys in reasons.items()]
     _model(made, given, model)
     ranks = _layout(made, given, world)
@@ -267,7 +271,7 @@ def _batch(made: Converted, given: Mapping[str, Any], ranks: int) -> None:
             sequences = steps * given["validation.local_batch_size"] * ranks
             made.values["training.validation_sequences"] = sequences
         else:
-            made.notes.append("validation.steps=-1: here a number of sequences, training.validation_sequences=32")
+            made.notes.append(f"validation.steps={steps}: here a number of sequences, training.validation_sequences=32")
 
 
 def _precision(made: Converted, given: Mapping[str, Any]) -> None:
@@ -285,6 +289,8 @@ def _precision(made: Converted, given: Mapping[str, Any]) -> None:
         values["precision.skip"] = [name for name in skip if name != "auto_filter_small_kn"]
         if values["precision.skip"] != skip:
             made.notes.append(f"{section}.filter_fqns=auto_filter_small_kn: name the small layers in precision.skip")
+        if not float8 and recipe != KEYS[f"{section}.recipe_name"].default:
+            made.notes.append(f"{section}.recipe_name={recipe}: precision=mxfp8 is mxfp8_cublas")
         if float8 and recipe == "tensorwise" and not given[f"{section}.enable_fsdp_float8_all_gather"]:
             values["precision.all_gather"] = False
         if float8 and given[f"{section}.emulate"]:
@@ -349,7 +355,7 @@ def _data(made: Converted, given: Mapping[str, Any], ranks: int) -> None:
 
 
 def _records(made: Converted, given: Mapping[str, Any]) -> None:
-    """Checkpoints, trackers and the profiler."""
+    """Checkpoints, trackers and profilers."""
     options, values = made.options, made.values
     kinds = {"disabled": "sync", "async": "async", "async_with_pinned_mem": "async_pinned"}
     saves = given["checkpoint.enable"] and not given["checkpoint.load_only"]
@@ -361,20 +367,26 @@ def _records(made: Converted, given: Mapping[str, Any]) -> None:
         }
         if given["checkpoint.last_save_model_only"]:
             values |= {"checkpoint.last": "model", "checkpoint.last_dtype": given["checkpoint.export_dtype"]}
-    if (path := given["checkpoint.initial_load_path"]) is not None:
-        if given["checkpoint.initial_load_in_hf"]:
-            values["init_from"] = path
+    path, is_hugging_face = given["checkpoint.initial_load_path"], given["checkpoint.initial_load_in_hf"]
+    if path is not None or is_hugging_face:
+        if not given["checkpoint.enable"]:
+            made.notes.append("checkpoint.enable=false: torchtitan reads no initial weights, so init_from is left out")
+        elif is_hugging_face:
+            values["init_from"] = path or values["data.tokenizer"]
         else:
             convert = f"titanlab import {shlex.quote(path)} --model {options['model']} --into weights/start"
             made.notes.append(f"checkpoint.initial_load_path={path}: {convert}, then add init_from=weights/start")
     trackers = [name for name in ("wandb", "tensorboard") if given[f"metrics.enable_{name}"]]
     if trackers:
         options["tracker"] = PLUS.join(trackers)
+    every, active = given["profiling.profile_freq"], given["profiling.profiler_active"]
+    profilers: dict[str, dict[str, int]] = {}
     if given["profiling.enable_profiling"]:
-        every, active = given["profiling.profile_freq"], given["profiling.profiler_active"]
-        options["profiler"] = "trace"
-        values |= {"profiler.skip": max(2, every - active), "profiler.steps": active, "profiler.every": every}
-        if given["profiling.enable_memory_snapshot"]:
-            made.notes.append("profiling.enable_memory_snapshot=true: a second run with profiler=memory")
-    elif given["profiling.enable_memory_snapshot"]:
-        options["profiler"], values["profiler.every"] = "memory", given["profiling.profile_freq"]
+        profilers["trace"] = {"skip": max(2, every - active), "steps": active, "every": every}
+    if given["profiling.enable_memory_snapshot"]:
+        profilers["memory"] = {"every": every}
+    if profilers:
+        options["profiler"] = PLUS.join(profilers)
+    for kind, settings in profilers.items():
+        group = f"profiler.{kind}" if len(profilers) > 1 else "profiler"
+        values |= {f"{group}.{name}": value for name, value in settings.items()}

@@ -48,6 +48,7 @@ from .recipe_rules import check_all_but_data as check_all_but_data
 from .recipe_rules import check_data as check_data
 from .recipe_rules import check_host_memory as check_host_memory
 from .recipe_rules import check_processes as check_processes
+from .recipe_rules import named_parameters as named_parameters
 from .schema import Cluster as Cluster
 from .schema import LaunchSettings as LaunchSettings
 from .schema import Training as Training

@@ -112,24 +112,34 @@ def check_training(recipe: Recipe) -> None:
 
 
 def _check_freeze(recipe: Recipe) -> None:
-    """Check that every pattern names a parameter, and that every stage of a pipeline has one to train."""
-    key, patterns, account = "training.freeze", recipe.training.freeze, recipe.account
+    """Check that the patterns fit the model, and that every stage of a pipeline has a parameter to train."""
+    key, patterns = "training.freeze", recipe.training.freeze
+    trained = set(recipe.account.parameters) - named_parameters(key, patterns, recipe.account)
+    for number, pieces in enumerate(pieces_by_stage(recipe) if recipe.layout.pipeline > 1 else []):
+        begins = tuple(f"{piece}." for piece in pieces)
+        if not any(name.startswith(begins) for name in trained):
+            whole = " to ".join(dict.fromkeys((pieces[0], pieces[-1])))
+            rule = f"leaves nothing to train in stage {number} of the pipeline: {whole}"
+            cure = "freeze less, or cut the model elsewhere with parallelism.split, or try parallelism.pipeline=1"
+            raise ConfigError(key, as_typed(patterns), rule, cure)
+
+
+def named_parameters(key: str, patterns: Sequence[str], account: ModelAccount) -> frozenset[str]:
+    """The parameters that the patterns in a key of the recipe name, by steps of their paths.
+
+    Raises:
+        ConfigError: a pattern names no parameter, or together they name all.
+    """
     names = list(account.parameters)
     for pattern in patterns:
         if not with_frozen(account, (pattern,)).frozen:
             near = difflib.get_close_matches(pattern, {step for name in names for step in _paths(name)}, n=3)
             cure = f"try {', '.join(near)}" if near else f"give steps of a path such as {names[len(names) // 2]}"
             raise ConfigError(key, pattern, "names no parameter of the model", cure)
-    stages = pieces_by_stage(recipe) if recipe.layout.pipeline > 1 else []
-    if len(account.frozen) == len(names):
-        raise ConfigError(key, as_typed(patterns), "names all parameters of the model", "leave some to train")
-    for number, pieces in enumerate(stages):
-        begins = tuple(f"{piece}." for piece in pieces)
-        if not any(name.startswith(begins) for name in names if name not in account.frozen):
-            whole = " to ".join(dict.fromkeys((pieces[0], pieces[-1])))
-            rule = f"leaves nothing to train in stage {number} of the pipeline: {whole}"
-            cure = "freeze less, or cut the model elsewhere with parallelism.split, or try parallelism.pipeline=1"
-            raise ConfigError(key, as_typed(patterns), rule, cure)
+    found = with_frozen(account, patterns).frozen
+    if len(found) == len(names):
+        raise ConfigError(key, as_typed(patterns), "names all parameters of the model", "leave some of them out")
+    return found
 
 
 def _paths(name: str) -> Iterator[str]:

@@ -25,6 +25,7 @@ class TheirKey(NamedTuple):
 
 
 KEYS = {
+    "job.description": TheirKey("default job", "notes", "none if the file has none"),
     "job.dump_folder": TheirKey("./outputs", "runs"),
     "profiling.enable_profiling": TheirKey(False, "profiler=trace"),
     "profiling.profile_freq": TheirKey(10, "profiler.every and profiler.skip"),
@@ -79,7 +80,7 @@ KEYS = {
     "checkpoint.enable": TheirKey(False, "checkpoint=sync or checkpoint=off"),
     "checkpoint.interval": TheirKey(500, "checkpoint.every"),
     "checkpoint.initial_load_path": TheirKey(None, "init_from (weights) or checkpoint.load_from (a run of titanlab)"),
-    "checkpoint.initial_load_in_hf": TheirKey(False, "init_from", "a folder of Hugging Face is recognised"),
+    "checkpoint.initial_load_in_hf": TheirKey(False, "init_from", "without a path, the weights of hf_assets_path"),
     "checkpoint.last_save_model_only": TheirKey(True, "checkpoint.last=model"),
     "checkpoint.export_dtype": TheirKey("float32", "checkpoint.last_dtype with checkpoint.last=model"),
     "checkpoint.async_mode": TheirKey("disabled", "checkpoint=async or checkpoint=async_pinned"),
@@ -109,7 +110,6 @@ KEYS = {
 # Patterns of keys without a counterpart → why there is none, or what to do instead.
 WITHOUT_COUNTERPART = {
     "job.config_file": "the recipe has its own name",
-    "job.description": "a comment of the recipe that --into writes",
     "job.print_config": "`titanlab train … --cfg job` prints the recipe",
     "job.save_config_file": "every run has its config.yaml",
     "job.custom_config_module": "a package of your own adds options: docs/extending.md",

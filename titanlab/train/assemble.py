@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlab.checkpoint import Position
-from titanlab.costs import account_for, hidden_shape
+from titanlab.costs import account_for, block_name, hidden_shape
 from titanlab.data import Batch, source
 from titanlab.distributed import Mesh, World
 from titanlab.parallelism import (
@@ -471,7 +471,9 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         check_attention(model, account, seq_len=recipe.training.seq_len, context=layout.context)
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
     experts = spread_experts(model, mesh.expert_axis) if layout.expert > 1 else []
-    recipe.ac.implementation().apply({int(index): block for index, block in model.layers.items()})
+    # Without a backward pass nothing is recomputed, and a compiler refuses to recompute in a forward pass alone.
+    trained = {index: block for index, block in model.layers.items() if block_name(index) not in recipe.account.idle}
+    recipe.ac.implementation().apply({int(index): block for index, block in trained.items()})
     recipe.compile.implementation().compile_blocks(
         model.layers.values(),
         async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,

@@ -7,7 +7,6 @@ imports torch only when it fills a model.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -27,8 +26,8 @@ from titanlab.checkpoint import (
     is_address,
     read_contents,
 )
-from titanlab.costs import path_matches
 from titanlab.errors import ConfigError
+from titanlab.recipe import named_parameters
 from titanlab.records import read_config
 from titanlab.system import user_path
 from titanlab.techniques.model.contract import ModelConfig
@@ -81,22 +80,13 @@ def excluded(recipe: Recipe) -> frozenset[str]:
     """Names of the parameters that `init_from_exclude` leaves out.
 
     Raises:
-        ConfigError: there is no `init_from`, a pattern fits no parameter, or together they fit all.
+        ConfigError: there is no `init_from`, a pattern names no parameter, or together they name all.
     """
-    patterns, names = recipe.init_from_exclude, recipe.model.account().parameters
+    patterns = recipe.init_from_exclude
     if patterns and recipe.init_from is None:
         rule = "leaves weights of init_from out, which is not given"
         raise ConfigError(EXCLUDE, list(patterns), rule, "give init_from, or leave it out")
-    for pattern in patterns:
-        if not any(path_matches(name, pattern) for name in names):
-            steps = list(dict.fromkeys(step for name in names for step in name.split(".") if not step.isdigit()))
-            near = difflib.get_close_matches(pattern, [*names, *steps], n=1, cutoff=0.5)
-            cure = f"did you mean {near[0]}?" if near else f"there are {', '.join(steps)}"
-            raise ConfigError(EXCLUDE, list(patterns), f"{pattern or 'an empty text'} fits no parameter", cure)
-    found = frozenset(name for name in names if any(path_matches(name, pattern) for pattern in patterns))
-    if len(found) == len(names):
-        raise ConfigError(EXCLUDE, list(patterns), "leaves all weights out", "leave init_from out instead")
-    return found
+    return named_parameters(EXCLUDE, patterns, recipe.model.account())
 
 
 def not_read(recipe: Recipe) -> Sequence[str]:
