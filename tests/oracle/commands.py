@@ -1,7 +1,8 @@
 """The commands whose output the oracle keeps. `<work>` has a finished sweep `oracle`, `corpus`, `empty`, `wrong.json`."""
 
-VERBS = """train sweep plan parity rehearse status logs diagnose cancel retry collect best report resume checkpoints hosts
-sync workspace generate schedule tokenize download-tokenizer import export clean repro doctor completion""".split()
+VERBS = """train sweep plan combinations parity rehearse status logs diagnose cancel retry collect best report resume
+checkpoints hosts sync workspace generate schedule tokenize download-tokenizer import convert export clean repro doctor
+completion""".split()
 
 # Points of the sweep `oracle`: one process to 4D and experts.
 LAYOUTS = [
