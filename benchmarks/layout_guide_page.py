@@ -125,13 +125,14 @@ def _recipes(rows: Sequence[Values]) -> str:
         first, speed = one["first"], one["tokens_per_second"]
         gain = first["tokens_per_second"] / speed - 1
         better = f"{first['layout']}: {grouped(first['tokens_per_second'])}" if gain > WORTH else "as good"
+        on_hosts = " launch=slurm cluster=h100" if one["gpus"] > 8 else ""
         lines.append(
             [
                 one["model"],
                 f"{one['gpus']:,}",
                 one["layout"],
                 one["precision"],
-                f"`titanlab train +recipe={one['recipe']}`",
+                f"`titanlab train +recipe={one['recipe']}{on_hosts}`",
                 grouped(float(significant(speed * one["gpus"], 3))),
                 grouped(speed),
                 f"{100 * one['mfu']:.0f} %",
