@@ -374,7 +374,9 @@ def _memory(facts: Facts) -> Section:
         columns=sorted({column for split in splits for column in split.columns}),
         values=_values_of(splits, "GiB by item", {item: item for item in items}),
         notes=_without_bar(facts, splits),
-        tables=[table("Items of memory in GiB: measured, and declared by the planner", ["recipe", "", *items], rows)],
+        tables=[
+            table("Items of memory in GiB: measured, and declared by the planner", ["recipe", "figures", *items], rows)
+        ],
     )
 
 
