@@ -224,7 +224,14 @@ def test_keys_of_older_versions(tmp_path, capsys):
     [
         ("[job", (), ("file=", "is not a TOML")),
         ("[training]\nstepz = 3", (), ("training.stepz=3", "training.steps")),
-        ("[training]\nsteps = 'x'", (), ("training.steps=x", "a whole number")),
+        ("[training]\nsteps = 'x'", (), ("training.steps=x", "expected `int`")),
+        ("[model]\ntokenizer_path = 5", (), ("model.tokenizer_path=5", "expected `str`")),
+        ("[model]\nconverters = [3]", (), ("model.converters=[3]", "expected `str`")),
+        ("[checkpoint]\ninitial_load_path = 1", (), ("checkpoint.initial_load_path=1", "expected `str`")),
+        ("[lr_scheduler]\ndecay_ratio = 'x'", (), ("lr_scheduler.decay_ratio=x", "expected `float`")),
+        ("[parallelism]\nmodule_fqns_per_model_part = 3", (), ("module_fqns_per_model_part=3", "expected `array`")),
+        ("[parallelism]\nmodule_fqns_per_model_part = [[]]", (), ("module_fqns_per_model_part=[[]]", "length >= 1")),
+        ("[experimental]\npipeline_parallel_split_points = 'a'", (), ("split_points=a", "expected `array`")),
         ("steps = 3", (), ("steps=3",)),
         ("", (), ("data_parallel_shard_degree=-1", "--world 8")),
         ("[model]\nname = 'flux'", ("--world", "1"), ("model.flavor=flux", "--model")),
@@ -246,7 +253,9 @@ def test_what_cannot_be_converted_is_one_line(text, flags, parts, tmp_path, caps
 
 
 def test_keys_of_code_of_ones_own_are_named_and_not_refused(tmp_path, capsys):
-    (tmp_path / "own.toml").write_text("[job]\ncustom_config_module = 'mine.config'\n[mine]\nwidth = 3\n")
+    (tmp_path / "own.toml").write_text(
+        "[job]\ncustom_config_module = 'mine.config'\n[mine]\nwidth = 3\nbatch_size = 'x'\n"
+    )
     _, notes = converted(tmp_path / "own.toml", "--world", "1", "--model", "debug", capsys=capsys)
     assert "mine.width=3" in notes
 

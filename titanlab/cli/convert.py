@@ -11,8 +11,9 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import yaml
 
 from titanlab.cli.compose import compose
@@ -35,6 +36,12 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 debugmodel": ("qwen3_debug", {**_SMALL, "tied_embeddings": True}),
     "qwen3 debugmodel_moe": ("qwen3_moe_debug", {**_SMALL, "ffn_dim": 768, "experts": 64, "active_experts": 8}),
     "qwen3 235B-A22B": ("qwen3_moe_235b_a22b", {"rope_theta": 5e6}),
+}
+# Types of the keys whose default is none, unless they are texts.
+_TYPES = {
+    "lr_scheduler.decay_ratio": float,
+    "debug.seed": int,
+    "parallelism.module_fqns_per_model_part": list[Annotated[list[str], msgspec.Meta(min_length=1)]],
 }
 _C4_TEST = "tests/assets/c4_test"
 # Numbers of streams of the options of C4, each a multiple of many numbers of processes.
@@ -123,21 +130,29 @@ def read_job_config(path: Path) -> dict[str, Any]:
             cure = f"did you mean {near[0]}?" if near else "leave it out"
             raise ConfigError(written, value, f"is not a key of torchtitan {VERSION}", cure)
         key = name or written
-        default = KEYS[key].default if key in KEYS else None
-        if written.endswith(".pipeline_parallel_split_points"):
-            value = [["embedding"], *([piece] for piece in value)]
-        if isinstance(default, float) and isinstance(value, int):
-            value = float(value)
-        if default is not None and type(value) is not type(default):
-            kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", list: "a list"}
-            raise ConfigError(written, value, f"must be {kind[type(default)]}", f"torchtitan's default is {default}")
-        # torchtitan writes -1 for what follows from other values.
-        if key.endswith(("_degree", "batch_size")) and value < 1 and value != default:
-            raise ConfigError(written, value, "must be at least 1", f"torchtitan's default is {default}")
+        if key in KEYS:
+            value = _checked(key, written, value)
         found[key] = value
     if found.pop("float8.enable_float8_linear", False):
         found |= {"model.converters": ["float8"], "quantize.linear.float8.filter_fqns": ["output"]}
     return found
+
+
+def _checked(key: str, written: str, value: Any) -> Any:
+    """The value of a key, which may be written by an older name; ConfigError: it has another type, or is below 1."""
+    default = KEYS[key].default
+    kind = _TYPES.get(key, list[str] if isinstance(default, list) else str if default is None else type(default))
+    is_split = written.endswith(".pipeline_parallel_split_points")
+    cure = f"torchtitan's default is {'none' if default is None else default}"
+    try:
+        value = msgspec.convert(value, list[str] if is_split else kind)
+    except msgspec.ValidationError as error:
+        rule = str(error).partition(" - at ")[0]
+        raise ConfigError(written, value, f"{rule[0].lower()}{rule[1:]}", cure) from error
+    # torchtitan writes -1 for what follows from other values.
+    if key.endswith(("_degree", "batch_size")) and value < 1 and value != default:
+        raise ConfigError(written, value, "must be at least 1", cure)
+    return [["embedding"], *([piece] for piece in value)] if is_split else value
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
