@@ -234,7 +234,7 @@ def _combinations(add: Add) -> str:
       titanlab combinations async_tp                                        what goes with one
       titanlab combinations                                                 everything with everything
 
-    A small recipe with all of them is composed and held to the rules of `titanlab train`; nothing is trained. The
+    A small recipe with all of them is composed and checked by the rules of `titanlab train`; nothing is trained. The
     machine is a B200, which has every format; cluster=h100 or cluster=cpu asks for another.
     """
     add("--json", **FLAG, help="the answers as JSON")

@@ -56,7 +56,7 @@ _LEFT_OUT = ("precision=fp32", "ac=none", "optimizer=adamw", "schedule=csv")
 PROVEN, WORKS, REFUSED, INCLUDED, EITHER = "proven", "works", "refused", "included", "either"
 # Mark in a table and meaning of each answer.
 VERDICTS = {
-    PROVEN: ("P", "works, and a row of docs/parity.md or docs/techniques.md holds it to one process"),
+    PROVEN: ("P", "works, and a row of docs/parity.md or docs/techniques.md compares it with one process"),
     WORKS: ("w", "no rule refuses it, and no row has all of it"),
     REFUSED: ("X", "by a rule"),
     INCLUDED: ("=", "one of the two has the other in it"),
