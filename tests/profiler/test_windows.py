@@ -138,7 +138,7 @@ def test_profilers_run_together_and_change_no_number(pool, tmp_path):
             {"trace": Trace(), "mine": Trace()},
             r"\[trace,mine\]: has two profilers of kind trace; leave one of them out",
         ),
-        ({"off": NoProfiling(), "memory": Memory()}, r"\[off,memory\]: off is no profiler; leave it out"),
+        ({"off": NoProfiling(), "memory": Memory()}, r"\[off,memory\]: off is not a profiler; leave it out"),
     ],
 )
 def test_what_cannot_run_together_is_one_line(tmp_path, parts, line):

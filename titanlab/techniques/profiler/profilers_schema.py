@@ -41,7 +41,7 @@ class Combined(ProfilerConfig):
             rule = f"{' and '.join(torchs)} both record with torch.profiler, which runs once in a process"
             raise ConfigError("profiler", shown, rule, "leave one of them out")
         if "off" in kinds:
-            raise ConfigError("profiler", shown, "off is no profiler", "leave it out")
+            raise ConfigError("profiler", shown, "off is not a profiler", "leave it out")
         for config in parts.values():
             config.check(setting)
 
