@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,6 +16,9 @@ from tests import workers
 from tests.pool import Pool
 from titanlab.distributed import this_host
 from titanlab.techniques.compile import cache as compiler_cache
+
+# Until the tests are collected: imports and collection make a million objects that stay.
+gc.disable()
 
 ROOT = Path(__file__).parent.parent
 CACHE = ROOT / ".cache"
@@ -149,6 +153,14 @@ def select_part(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = {*rows} - {*covering[part % COVERING_TURNS :: COVERING_TURNS], *others[part - 1 :: parts]}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let collections of garbage pass over what is imported and collected by now, a million objects that stay."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import re
@@ -44,15 +43,6 @@ class Said:
 
 
 CommandLine = Callable[..., Said]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def _quick_collection() -> Iterator[None]:
-    """Composing makes garbage by the ten thousand; what was there before is not looked through each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
