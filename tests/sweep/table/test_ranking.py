@@ -369,12 +369,6 @@ def test_figures_on_one_line_have_no_noise_in_whatever_order_they_are():
         assert (drift.runs, drift.seconds, drift.is_within_noise) == (4, 30.0, False)
 
 
-def test_a_control_that_goes_up_and_down_has_no_drift():
-    drift = drift_of(rows((0.0, 100.0), (10.0, 120.0), (20.0, 100.0)), "speed")
-    assert drift.percent == pytest.approx(0.0, abs=1e-9)
-    assert drift.is_within_noise is True
-
-
 def stacked(*speeds, **given):
     """Rows of a stack: three runs of each step, which differ by a percent."""
     return [
