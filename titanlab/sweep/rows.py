@@ -180,16 +180,16 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
     columns["step_seconds"] = metrics.get(meter.STEP_SECONDS_MEDIAN, metrics.get(meter.STEP_SECONDS))
     per_device = columns["tokens_per_second"]
     columns["tokens_per_second_all"] = None if per_device is None else per_device * world
-    peak, formula = metrics.get("peak_tflops"), metrics.get("flops_convention")
+    peak, formula, convention = metrics.get("peak_tflops"), metrics.get("flops_convention"), None
     if peak is not None and formula is not None:
         source = metrics.get("peak_source") or "unknown source"
-        columns["mfu_convention"] = f"{formula} FLOPs a token, over {peak:.4g} TFLOP/s ({source})"
+        convention = f"{formula} FLOPs a token, over {peak:.4g} TFLOP/s ({source})"
     # The largest peak of all ranks; the rank that logs may have needed more after the ranks were last compared.
     memory, memory_rank = metrics.get(meter.MEMORY_MOST), metrics.get(meter.MEMORY_MOST_RANK)
     own = metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)"))
     if memory is None or (own is not None and own > memory):
         memory, memory_rank = own, 0 if own is not None and world == 1 else None
-    return {**columns, "memory_gib": memory, "memory_rank": memory_rank}
+    return {**columns, "mfu_convention": convention, "memory_gib": memory, "memory_rank": memory_rank}
 
 
 def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
