@@ -107,7 +107,7 @@ def _end(run: RunFolder, env: dict[str, Any], speeds: random.Random, *, world: i
 
 def _submit(sweep: SweepFolder, decisions: list[Decision]) -> None:
     """One array of local jobs, all of which have ended: their attempts name it."""
-    runs = tuple(decision.run_name for decision in decisions)
+    runs = tuple(decision.run for decision in decisions)
     shape = decisions[0].shape
     submission = Submission(
         launcher="local", state="submitted", job_id="1", code="code/none", shape=shape, launch={}, runs=runs

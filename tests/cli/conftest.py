@@ -79,7 +79,7 @@ def command(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def submit(study, report, *, force):
         started.extend(planned.recipe for planned in study.planned)
-        decisions = [SimpleNamespace(run_name=planned.recipe.name) for planned in study.planned]
+        decisions = [SimpleNamespace(run=planned.recipe.name) for planned in study.planned]
         return SimpleNamespace(folder=None, decisions=decisions, submissions=())
 
     def follow(folder):

@@ -29,16 +29,6 @@ def test_running_waiting_and_ended_runs_are_counted(slurm, sweep, shown):  # noq
     assert shown("cancel", str(sweep.path)) == "layouts: 1 running, which save and end, 4 ended before\n"
 
 
-def test_only_the_runs_that_are_named_are_cancelled(slurm, sweep, shown):  # noqa: F811
-    running, waiting = names(sweep)[3:]
-    assert (
-        shown("cancel", "layouts", waiting, "--runs", str(sweep.path.parent))
-        == "layouts: 1 waiting, which will not start\n"
-    )
-    assert sweep.run(running).asked_to_cancel() is None
-    assert slurm.jobs()[101]["states"][3:] == ["RUNNING", "CANCELLED"]
-
-
 def test_of_a_sweep_that_has_ended_nothing_is_cancelled(made, capsys):
     good, bad = (point["run"] for point in made.points[:2])
     before = {path: path.read_bytes() for path in made.folder.path.rglob("result.json")}

@@ -34,23 +34,14 @@ def test_the_table_is_beside_the_runs_and_the_recipes_are_compared(made, shown):
     said = shown("layouts").splitlines()
     assert said[0] == "layouts: 3 runs"
     assert said[1].split() == ["layout", "processes", *"tokens/s of all MFU GiB loss outcome".split()]
+    # Failures and dropped points come after the comparison.
+    below = [text for line in said for text in ("of all", "cause of tp", "cause of cp", "1 by rule") if text in line]
+    assert below == ["of all", "cause of tp", "cause of cp", "1 by rule"]
     assert said[-2:] == ["table: runs/layouts/layouts.parquet", "table: runs/layouts/layouts.csv"]
     table = parquet.read_table("runs/layouts/layouts.parquet").to_pylist()
     assert len(table) == 4
     # Of a run that was submitted without an estimate it is made now, or it says why there is none.
     assert table[0]["estimate.step_seconds"] is not None or table[0]["estimate.note"]
-
-
-def test_failures_and_dropped_points_come_after_the_comparison(made, shown):
-    said = shown("layouts").splitlines()
-    place = {
-        text: number
-        for number, line in enumerate(said)
-        for text in ("of all", "cause of tp", "1 by rule")
-        if text in line
-    }
-    assert list(place) == ["of all", "cause of tp", "1 by rule"]
-    assert any("the cause of cp" in line for line in said)
 
 
 def test_what_a_tracker_lacks_and_how_a_control_drifts_are_said(made, shown):

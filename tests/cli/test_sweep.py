@@ -14,7 +14,7 @@ from tests.sweep.fake_slurm.cluster import FakeSlurm
 from tests.sweep.files import sweep_text, write_sweep
 from tests.sweep.study.test_sweep_files import EXPECTED
 from titanlab.cli import main
-from titanlab.launch import JobShape, shape_of
+from titanlab.launch import JobShape
 from titanlab.recipe import conf_folder
 from titanlab.records import OutcomeKind, identify
 from titanlab.sweep import Submitted, plan_lines, plan_study
@@ -41,12 +41,9 @@ def submissions(monkeypatch):
         made.append((study, force))
         report("told")
         decisions = [
-            Decision(
-                planned=each, run_name=each.recipe.name, action="submit", outcome=None, shape=shape_of(each.recipe)
-            )
-            for each in study.planned
+            Decision(planned=each, run=each.recipe.name, recipe=each.recipe, action="submit") for each in study.planned
         ]
-        new = SimpleNamespace(job_id="12", shape=decisions[0].shape, runs=[each.run_name for each in decisions])
+        new = SimpleNamespace(job_id="12", shape=decisions[0].shape, runs=[each.run for each in decisions])
         return Submitted(folder=SimpleNamespace(), decisions=tuple(decisions), submissions=(new,))
 
     monkeypatch.setattr("titanlab.cli.sweep.submit", submit)
@@ -149,12 +146,13 @@ def test_hydra_answers_for_sweeps_too(command, sweep):
     assert "space:" in command(["sweep", *sweep, "--cfg", "hydra", "--package", "hydra.sweeper"]).out
 
 
-def test_a_plan_counts_what_is_there_already():
+def test_a_plan_counts_what_is_there_already(monkeypatch):
     found = plan_study(["data=synthetic", "optimizer.schedule.warmup_steps=0", "seed=range(0,5)"])
     shape = JobShape(processes=16, nodes=2, tasks_per_node=8, gpus_per_node=8, minutes=90)
+    monkeypatch.setattr("titanlab.sweep.submit.shape_of", lambda recipe: shape)
     actions = [("submit", None), ("done", "done"), ("running", None), ("queued", None), ("ended", "oom")]
     decisions = [
-        Decision(planned=each, run_name=f"run-{action}", action=action, outcome=outcome, shape=shape)
+        Decision(planned=each, run=f"run-{action}", recipe=each.recipe, action=action, outcome=outcome)
         for each, (action, outcome) in zip(found.planned, actions, strict=True)
     ]
     dropped = Dropped(point=found.planned[0].point, stage="rule", reason="is wrong")
@@ -169,12 +167,13 @@ def test_a_plan_counts_what_is_there_already():
     assert lines[6].split() == ["run-ended", "single", "16", "24.0", "oom"]
 
 
-def test_a_plan_says_what_it_will_cost():
+def test_a_plan_says_what_it_will_cost(monkeypatch):
     found = plan_study(
         ["model=llama3_8b", "data=synthetic", "parallelism=fsdp", "cluster=h100", "world=8"], elsewhere=True
     )
     shape = JobShape(processes=8, nodes=1, tasks_per_node=8, gpus_per_node=8, minutes=60)
-    decision = Decision(planned=found.planned[0], run_name="run", action="submit", outcome=None, shape=shape)
+    monkeypatch.setattr("titanlab.sweep.submit.shape_of", lambda recipe: shape)
+    decision = Decision(planned=found.planned[0], run="run", recipe=found.planned[0].recipe, action="submit")
     hours = estimated(found.planned[0].recipe).hours
     assert hours > 0
     assert f"8.0 GPU-hours asked for, about {8 * hours:,.1f} used by estimate; " in plan_lines(found, [decision])[-1]
@@ -218,9 +217,3 @@ def test_a_warm_up_that_nobody_asked_for_is_shortened_alike_by_both_verbs(comman
     assert plan.count(notice) == 1
     plan = json.loads(command(f"sweep {line} seed=0,1 --dry-run --json").out)
     assert plan["notices"] == [notice.strip()]
-
-
-def test_a_condition_sees_the_warm_up_that_a_point_will_have(command):
-    where = "hydra/sweeper=space 'hydra.sweeper.where=[\"optimizer.schedule.warmup_steps < 100\"]'"
-    plan = json.loads(command(f"sweep data=synthetic training.steps=20,500 {where} --dry-run --json").out)
-    assert [run["point"] for run in plan["runs"]] == [{"training.steps": 20}]

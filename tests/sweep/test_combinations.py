@@ -82,7 +82,8 @@ def test_what_is_said_of_a_pair_is_what_training_does(here, pool, tmp_path, caps
         ("precision=bf16", "cp"),
         ("document_mask", "cp"),
     ]
-    for pair in pairs:
+    # One that a rule refuses, and one that trains; tests with the mark `full` try 200.
+    for pair in (pairs[0], pairs[-1]):
         agree(here, pair, pool, tmp_path, capsys)
     assert [here.pair(*(here.techniques[name] for name in pair)).verdict for pair in pairs] == [
         *[REFUSED] * 5,

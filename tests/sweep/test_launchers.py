@@ -68,7 +68,7 @@ def test_jobs_are_submitted_once_run_and_collected(launch, stub, tmp_path):
     wanted = study(tmp_path / "runs", [*seeds(2), {"shard": 2}], launch=launch)
     assert [each.action for each in decide(wanted)] == ["submit"] * 3
     submitted = submit(wanted, quiet)
-    folder, names = submitted.folder, [each.run_name for each in submitted.decisions]
+    folder, names = submitted.folder, [each.run for each in submitted.decisions]
     assert [(new.shape.processes, len(new.runs)) for new in submitted.submissions] == [(1, 2), (2, 1)]
     assert submit(wanted, quiet).submissions == ()
     until(lambda: over(folder))
@@ -88,7 +88,7 @@ def test_what_runs_is_told_what_waits_does_not_start_and_both_can_be_done_again(
     stub(60.0)
     wanted = study(tmp_path / "runs", seeds(2), launch=launch)
     submitted = submit(wanted, quiet)
-    folder, (first, second) = submitted.folder, [each.run_name for each in submitted.decisions]
+    folder, (first, second) = submitted.folder, [each.run for each in submitted.decisions]
     until(lambda: ran(folder))
     assert [each.action for each in decide(wanted)] == ["running", "queued"]
     done = cancel(folder, quiet)

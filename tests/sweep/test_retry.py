@@ -9,7 +9,7 @@ import pytest
 
 from tests import tiny
 from tests.sweep.conftest import names, quiet
-from tests.sweep.studies import SLURM, seeds, study
+from tests.sweep.studies import SLURM, study
 from titanlab.checkpoint.folders import step_folder
 from titanlab.cli.verbs import call
 from titanlab.distributed import Host
@@ -102,18 +102,6 @@ def test_stale_runs_start_anew_and_their_folders_are_kept(slurm, sweep):
     assert (aside / "result.json").is_file()
     assert (aside / "config.yaml").read_text() == (run.path / "config.yaml").read_text()
     assert before is not None
-
-
-def test_stale_runs_that_sbatch_refuses_are_left_to_submit(slurm, sweep, tmp_path):
-    slurm.set(refuses="invalid account or account/partition combination specified")
-    with pytest.raises(ConfigError, match="sbatch says: invalid account"):
-        retry(sweep, quiet, stale=True)
-    slurm.set()
-    wanted = study(tmp_path / "runs", seeds(5), launch=SLURM)
-    actions = [each.action for each in submit(wanted, quiet).decisions]
-    assert actions == ["done", "submit", "submit", "running", "queued"]
-    assert [sweep.run(names(sweep)[index]).result() for index in (1, 2)] == [None, None]
-    assert submitted(slurm) == [5, 2]
 
 
 def test_each_launcher_is_asked_about_its_own_jobs(slurm, sweep, tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_a_job_runs_the_snapshot_and_finds_its_run_by_token_and_index(slurm, tmp
     assert "--export=ALL --kill-on-bad-exit=0" in command
     assert "--cpus-per-task=4 --mpi=none apptainer exec image.sif python3 -P -m titanlab.launch.task" in command
     assert shlex.split(command)[-2:] == [str(submitted.folder.path), submission.token]
-    assert list(submission.runs) == [each.run_name for each in submitted.decisions]
+    assert list(submission.runs) == [each.run for each in submitted.decisions]
     assert not list((submitted.folder.path / "jobs").glob("*.pkl"))
 
 
@@ -110,7 +110,7 @@ def test_submitting_twice_submits_nothing_the_second_time(slurm, tmp_path):
 def test_what_is_done_runs_or_ended_is_left_alone(slurm, tmp_path):
     wanted = study(tmp_path / "runs", seeds(4), launch=SLURM)
     folder = submit(wanted, quiet).folder
-    runs = [folder.run(each.run_name) for each in decide(wanted)]
+    runs = [folder.run(each.run) for each in decide(wanted)]
     ended(runs[0])
     slurm.put(101, "COMPLETED", 0)
     slurm.put(101, "RUNNING", 1)
@@ -120,13 +120,13 @@ def test_what_is_done_runs_or_ended_is_left_alone(slurm, tmp_path):
     found = submit(more, quiet)
     assert actions(found.decisions) == ["done", "running", "ended", "queued", "submit"]
     assert [each.outcome for each in found.decisions] == ["done", None, "oom", None, None]
-    assert [new.runs for new in found.submissions] == [(found.decisions[4].run_name,)]
+    assert [new.runs for new in found.submissions] == [(found.decisions[4].run,)]
 
 
 def test_force_puts_ended_runs_aside_and_does_them_anew(slurm, tmp_path):
     wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
     folder = submit(wanted, quiet).folder
-    first, second = (folder.run(each.run_name) for each in decide(wanted))
+    first, second = (folder.run(each.run) for each in decide(wanted))
     ended(first)
     found = submit(wanted, quiet, force=True)
     assert actions(found.decisions) == ["submit", "queued"]
@@ -180,8 +180,8 @@ def test_points_and_manifest(slurm, tmp_path):
     # The estimate is tested on its own; a dropped point has none.
     assert [point.pop("estimate", {}).get("layout") for point in points] == ["single", "single", None]
     assert points == [
-        {"point": {"shard": 1, "seed": 0}, "repeat": 0, "run": decide(wanted)[0].run_name, "dropped": None},
-        {"point": {"shard": 1, "seed": 1}, "repeat": 0, "run": decide(wanted)[1].run_name, "dropped": None},
+        {"point": {"shard": 1, "seed": 0}, "repeat": 0, "run": decide(wanted)[0].run, "dropped": None},
+        {"point": {"shard": 1, "seed": 1}, "repeat": 0, "run": decide(wanted)[1].run, "dropped": None},
         {"point": {"seed": 9}, "repeat": 0, "run": None, "dropped": {"stage": "rule", "reason": "is wrong"}},
     ]
     manifest = folder.manifest()
@@ -320,7 +320,7 @@ def test_an_intent_without_a_job_is_submitted_again(slurm, tmp_path):
     folder = submit(wanted, quiet).folder
     _forget_answer(folder)
     (slurm.folder / "jobs" / "101.json").unlink()
-    assert [new.runs for new in submit(wanted, quiet).submissions] == [tuple(each.run_name for each in decide(wanted))]
+    assert [new.runs for new in submit(wanted, quiet).submissions] == [tuple(each.run for each in decide(wanted))]
     assert len(folder.submissions()) == 1
 
 

@@ -26,7 +26,6 @@ from titanlab.sweep import (
     NAME,
     RecordedCode,
     composable,
-    composed_now,
     config_differences,
     differences,
     pip_line,
@@ -139,9 +138,9 @@ def _show_differences(console: Console, run: RunFolder, code: RecordedCode) -> N
     show(differences(code.env, now), "environment: as it was", "environment, where it differs:")
     if (line := pip_line(code.env, now)) is not None:
         console.note(f"packages as they were: {line}")
-    composed, problem = composed_now(run, code.env)
-    if composed is None:
-        console.note(f"config: cannot be compared with its recipe of now: {problem}")
+    changes = config_differences(run, code.env)
+    if isinstance(changes, str):
+        console.note(f"config: cannot be compared with its recipe of now: {changes}")
     else:
         heading = "config, where its recipe composes to something else now:"
-        show(config_differences(run.config(), composed), "config: the same recipe composes to it now", heading)
+        show(changes, "config: the same recipe composes to it now", heading)

@@ -98,7 +98,7 @@ def run_study(
         _report(study, submitted, console, as_json=json)
     if not wait:
         return 0
-    own = {decision.run_name for decision in submitted.decisions}
+    own = {decision.run for decision in submitted.decisions}
     # The sweep may also have runs of earlier submissions, which do not count here.
     return exit_code([row for row in follow(submitted.folder) if row["run"] in own])
 

@@ -32,7 +32,6 @@ from .ranking import sentence_of as sentence_of
 from .repro import NAME as NAME
 from .repro import RecordedCode as RecordedCode
 from .repro import composable as composable
-from .repro import composed_now as composed_now
 from .repro import config_differences as config_differences
 from .repro import differences as differences
 from .repro import pip_line as pip_line

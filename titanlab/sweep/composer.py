@@ -21,12 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from titanlab.errors import ConfigError
 from titanlab.options import discover
 from titanlab.recipe import Composed, Loader, Recipe, composition_errors, find_key, schema_node, to_group, to_recipe
-from titanlab.sweep.space import Values, canonical_text, flattened
+from titanlab.sweep.space import Values, canonical_text
 
 Choices = tuple[tuple[str, str], ...]
-# A composition, and the nodes of options that replace some of its groups; no composition: options are not combined.
-Family = tuple[Composed | None, dict[tuple[str, str], DictConfig]]
-_ABSENT = object()
 _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
 # `${model.vocab_size}`; for other interpolations only the beginning matches, and the group is None.
 _REFERENCE = re.compile(r"\$\{(?:(\w+)(?:\.\w+)*\})?")
@@ -40,57 +37,28 @@ class Composer:
 
     Args:
         loader: Hydra, with the overrides that all points share.
-        points: all points of the sweep; their common options are composed first.
+        points: all points of the sweep, which number `${hydra:job.num}`.
     """
 
     def __init__(self, loader: Loader, points: Sequence[Values]) -> None:
         self._loader = loader
         self._whole: dict[Choices, Composed | ConfigError] = {}
-        self._flat: dict[int, dict[str, Any]] = {}
         self._groups = discover()
         self._root = schema_node(Recipe)
         # Fields of recipes by all that determines them; the keys have the `id` of configs, which stay alive here.
         self._made: dict[tuple[Any, ...], Any] = {}
         self._references: dict[tuple[str, int], frozenset[str] | None] = {}
         self._numbers = {canonical_text(point): number for number, point in enumerate(points)}
-        # Points with the same wide options, and own options of the same groups, share one template.
-        families: dict[tuple[Choices, frozenset[str]], dict[str, list[str]]] = {}
-        for wide, own in dict.fromkeys(map(self._split, points)):
-            groups = families.setdefault((wide, frozenset(group for group, _ in own)), {})
-            for group, option in own:
-                if option not in groups.setdefault(group, []):
-                    groups[group].append(option)
-        self._families = {key: self._family(key[0], groups) for key, groups in families.items()}
+        # By a combination of wide options and an own option: whether it changes only its group.
+        self._is_sole: dict[tuple[Choices, tuple[str, str]], bool] = {}
 
-    def value(self, point: Values, key: str) -> Any:
-        """A point's value of a key, or the name of a group's option, without composing the point.
+    def is_group(self, key: str) -> bool:
+        """Whether a key chooses an option of a group."""
+        return self._loader.is_group(key)
 
-        Raises:
-            ConfigError: the point cannot be composed.
-            KeyError: the point has no such key.
-        """
-        if key in point:
-            return point[key]
-        composed, nodes = self._parts(point)
-        if key in composed.choices:
-            return composed.choices[key]
-        # The composed value, before the point's own values are set.
-        group, _, rest = key.partition(".")
-        config = nodes.get(group, composed.config)
-        if id(config) not in self._flat:
-            values: Any = OmegaConf.to_container(config, resolve=False)
-            self._flat[id(config)] = {name: value for name, value in flattened(values) if value != "???"}
-        value = self._flat[id(config)].get(rest if group in nodes else key, _ABSENT)
-        # If the point sets a key above or below this one, the composed value is out of date.
-        related = (name for name in point if name.startswith(f"{key}.") or key.startswith(f"{name}."))
-        is_changed = any(not self._loader.is_group(name) for name in related)
-        if is_changed or (isinstance(value, str) and "${" in value):
-            config, composed = self._config(point)
-            with self._loader.answers_hydra(composed):
-                value = OmegaConf.select(config, key, default=_ABSENT)
-        if value is _ABSENT:
-            raise KeyError(key)
-        return value
+    def option(self, point: Values, group: str) -> Any:
+        """The name of a point's option of a group; None if it has none. ConfigError: its options do not compose."""
+        return point[group] if group in point else self._parts(point)[0].choices.get(group)
 
     def recipe(self, point: Values) -> Recipe:
         """The recipe of a point.
@@ -154,12 +122,25 @@ class Composer:
         return wide, tuple(choice for choice in choices if choice not in wide)
 
     def _parts(self, point: Values) -> tuple[Composed, Mapping[str, DictConfig]]:
-        """A composed config, and the nodes that replace some of its groups."""
+        """The composition of a point's wide options, and the nodes of its own options, each composed once with them."""
         wide, own = self._split(point)
-        template, nodes = self._families.get((wide, frozenset(group for group, _ in own)), (None, {}))
-        if template is not None and all(choice in nodes for choice in own):
-            return template, {choice[0]: nodes[choice] for choice in own}
+        try:
+            template = self._combination(wide)
+            parts = {choice: self._combination((*wide, choice)) for choice in own}
+            if all(self._changes_only_its_group(wide, choice) for choice in own):
+                return template, {group: composed.config[group] for (group, _), composed in parts.items()}
+        except ConfigError as error:
+            # A key of some options is right only in a combination with one of them.
+            if find_key(error.key) is None:
+                raise
         return self._combination((*wide, *own)), {}
+
+    def _changes_only_its_group(self, wide: Choices, choice: tuple[str, str]) -> bool:
+        if (wide, choice) not in self._is_sole:
+            both = (self._combination(wide), self._combination((*wide, choice)))
+            first, second = (_outside(composed, choice[0]) for composed in both)
+            self._is_sole[wide, choice] = first == second
+        return self._is_sole[wide, choice]
 
     def _combination(self, choices: Choices) -> Composed:
         """Hydra's own composition of a combination of options."""
@@ -172,43 +153,6 @@ class Composer:
         if isinstance(composed, ConfigError):
             raise composed
         return composed
-
-    def _family(self, wide: Choices, groups: Mapping[str, Sequence[str]]) -> Family:
-        """Compose a first combination of options as the template, and the nodes of all other options.
-
-        Options that fill their own groups do not affect each other, so that one composition gives a node of each group.
-        """
-        first = {group: options[0] for group, options in groups.items()}
-        try:
-            template = self._combination((*wide, *first.items()))
-        except ConfigError as error:
-            if find_key(error.key) is None:
-                # No option has the key: the shared overrides are wrong, and no combination can be composed.
-                self._combination(())
-            # Another combination may be valid: compose each one separately.
-            return None, {}
-        nodes = {(group, option): template.config[group] for group, option in first.items()}
-        outside = _outside(template, groups)
-
-        def is_added(choices: Mapping[str, str]) -> bool:
-            """Whether a combination was composed, and differs from the template only in its groups."""
-            try:
-                composed = self._combination((*wide, *choices.items()))
-            except ConfigError:
-                return False
-            if _outside(composed, groups) != outside:
-                return False
-            for group, option in choices.items():
-                nodes.setdefault((group, option), composed.config[group])
-            return True
-
-        for turn in range(1, max(map(len, groups.values()), default=1)):
-            choices = {group: options[turn % len(options)] for group, options in groups.items()}
-            if not is_added(choices):
-                for group, option in choices.items():
-                    if (group, option) not in nodes:
-                        is_added({**first, group: option})
-        return template, nodes
 
     def _keys(
         self, composed: Composed, nodes: Mapping[str, DictConfig], values: Iterable[tuple[str, Any]]
@@ -253,8 +197,7 @@ class Composer:
         return to_group(node, name)
 
 
-def _outside(composed: Composed, groups: Iterable[str]) -> str:
-    """A text of everything in a composition outside these groups."""
+def _outside(composed: Composed, group: str) -> str:
+    """A text of everything in a composition outside this group."""
     config: Any = OmegaConf.to_container(composed.config, resolve=False)
-    choices = {group: option for group, option in composed.choices.items() if group not in groups}
-    return canonical_text([{key: value for key, value in config.items() if key not in groups}, choices])
+    return canonical_text([{**each, group: None} for each in (config, composed.choices)])

@@ -7,8 +7,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlab.costs import meter
 from titanlab.errors import ConfigError, TitanlabError
@@ -30,16 +29,14 @@ _FITTED_ON_CPUS = ("peak_tflops", "link_gb_per_second", "memory_gb")
 _WAITING = ("prepared", "queued", "missing")
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
+class LeftOut(NamedTuple):
     """A run that cannot be used to calibrate its machine, and why."""
 
     run: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredSweep:
+class MeasuredSweep(NamedTuple):
     """The runs of a sweep that a calibration uses.
 
     Attributes:
@@ -56,13 +53,11 @@ class MeasuredSweep:
     stale: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Run:
+class _Run(NamedTuple):
     """A measured run, with the values that all runs of a calibration must have in common."""
 
     measured: Measured
-    repeat: int
-    common: Mapping[str, str]
+    common: dict[str, str]
     peak_tflops: float | None
     host: Mapping[str, Any]
     stale: bool
@@ -74,16 +69,10 @@ def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> Me
     Raises:
         ConfigError: no run was measured, or as many runs are on one kind of machine as on another.
     """
-    runs: list[_Run] = []
-    left_out: list[LeftOut] = []
-    for row in table:
-        if row["run"] is None:
-            continue  # a point that was dropped
-        found = _read(sweep.run(row["run"]), row)
-        if isinstance(found, str):
-            left_out.append(LeftOut(run=row["run"], reason=found))
-        else:
-            runs.append(found)
+    # Points that were dropped have no run.
+    found = {row["run"]: _read(sweep.run(row["run"]), row) for row in table if row["run"] is not None}
+    runs = [run for run in found.values() if isinstance(run, _Run)]
+    left_out = [LeftOut(name, reason) for name, reason in found.items() if isinstance(reason, str)]
     if not runs:
         reasons = Counter(dropped.reason for dropped in left_out)
         why = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3)) or "it has no runs"
@@ -91,15 +80,16 @@ def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> Me
         cure = f"wait for it (titanlab status {sweep_argument(sweep.path)}), or submit it again"
         raise ConfigError(KEY, sweep.name, rule, cure)
     for name in runs[0].common:
-        runs, others = _majority(runs, name)
-        left_out += others
-    return MeasuredSweep(
-        rows=_pooled(runs),
-        runs=len(runs),
-        left_out=sorted(left_out, key=lambda dropped: dropped.run),
-        machine=runs[0].common["machine"].removeprefix("cuda "),
-        stale=sum(run.stale for run in runs),
-    )
+        usual = _usual(runs, name)
+        for run in runs:
+            if (value := run.common[name]) != usual:
+                reason = f"ran on {name} {value}, and most on {usual}"
+                if name == "cluster":
+                    reason = "has other values of its cluster than most"
+                left_out.append(LeftOut(run.measured.name, reason))
+        runs = [run for run in runs if run.common[name] == usual]
+    machine, stale = runs[0].common["machine"].removeprefix("cuda "), sum(run.stale for run in runs)
+    return MeasuredSweep(_pooled(runs), len(runs), sorted(left_out), machine, stale)
 
 
 def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run | str:
@@ -127,33 +117,22 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run | str:
         return f"cannot be read: {error}"
     metrics = {} if outcome is None else outcome.metrics
     memory = metrics.get(meter.MEMORY_MOST, metrics.get(meter.MEMORY_RESERVED, metrics.get(_RESIDENT)))
-    measured = Measured(
-        name=row["run"],
-        recipe=recipe,
-        step_seconds=float(seconds),
-        memory_bytes=memory * 2**30 if _is_positive(memory) else None,
-    )
+    bytes_held = memory * 2**30 if _is_positive(memory) else None
     cluster, host, fitted = recipe.cluster, env.get("host") or {}, list(_FITTED)
-    device, peak = f"{cluster.accelerator} {cluster.device}", None
+    machine, peak = f"{cluster.accelerator} {cluster.device}", None
     if cluster.accelerator == "cpu":
         fitted += _FITTED_ON_CPUS
         threads = str(env.get("threads") or "an unknown number of")
-        device = f"{host.get('cpu') or 'cpu'}, {threads} {'thread' if threads == '1' else 'threads'} a process"
+        machine = f"{host.get('cpu') or 'cpu'}, {threads} {'thread' if threads == '1' else 'threads'} a process"
         peak = metrics.get("peak_tflops")
-    facts = {name: value for name, value in plain(cluster).items() if name not in fitted}
-    return _Run(
-        measured=measured,
-        repeat=recipe.repeat,
-        common={
-            "machine": device,
-            "cluster": repr(facts),
-            "titanlab": str((env.get("code") or {}).get("version")),
-            "torch": str((env.get("packages") or {}).get("torch")),
-        },
-        peak_tflops=peak if _is_positive(peak) else None,
-        host=host,
-        stale=bool(row["stale"]),
-    )
+    common = {
+        "machine": machine,
+        "cluster": repr({name: value for name, value in plain(cluster).items() if name not in fitted}),
+        "titanlab": str((env.get("code") or {}).get("version")),
+        "torch": str((env.get("packages") or {}).get("torch")),
+    }
+    measured = Measured(name=row["run"], recipe=recipe, step_seconds=float(seconds), memory_bytes=bytes_held)
+    return _Run(measured, common, peak if _is_positive(peak) else None, host, bool(row["stale"]))
 
 
 def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:
@@ -166,27 +145,18 @@ def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:
     return cluster
 
 
-def _majority(runs: Sequence[_Run], name: str) -> tuple[list[_Run], list[LeftOut]]:
-    """The runs that have the most frequent common values, and the other runs.
+def _usual(runs: Sequence[_Run], name: str) -> str:
+    """The most frequent of the values that the runs should have in common.
 
     Raises:
         ConfigError: two values are equally frequent.
     """
-    counts = Counter(run.common[name] for run in runs).most_common()
-    if len(counts) > 1 and counts[0][1] == counts[1][1]:
-        first, second = ("two sets of values",) * 2 if name == "cluster" else (counts[0][0], counts[1][0])
-        between = f"half on {first}" + ("" if first == second else f" and half on {second}")
-        rule = f"has {counts[0][1]} runs each by {name}, {between}, and a calibration is of one"
+    (usual, most), *others = Counter(run.common[name] for run in runs).most_common()
+    if others and others[0][1] == most:
+        values = "two sets of values" if name == "cluster" else f"{usual} and half on {others[0][0]}"
+        rule = f"has {most} runs each by {name}, half on {values}, and a calibration is of one"
         raise ConfigError(KEY, len(runs), rule, "submit a sweep for each of them")
-    usual = counts[0][0]
-    others = []
-    for run in runs:
-        if (value := run.common[name]) != usual:
-            reason = f"ran on {name} {value}, and most on {usual}"
-            if name == "cluster":
-                reason = "has other values of its cluster than most"
-            others.append(LeftOut(run=run.measured.name, reason=reason))
-    return [run for run in runs if run.common[name] == usual], others
+    return usual
 
 
 def _pooled(runs: Sequence[_Run]) -> list[Measured]:
@@ -199,7 +169,7 @@ def _pooled(runs: Sequence[_Run]) -> list[Measured]:
     if cluster.accelerator == "cpu":
         cluster = with_host(cluster, runs[0].host)
     by_recipe: dict[str, list[_Run]] = {}
-    for run in sorted(runs, key=lambda run: run.repeat):
+    for run in sorted(runs, key=lambda run: run.measured.recipe.repeat):
         same = dataclasses.replace(run.measured.recipe, repeat=0)
         by_recipe.setdefault(canonical_json(canonical(same)), []).append(run)
     return [

@@ -1,6 +1,5 @@
 """Plans a sweep: composes, checks and names every point, or drops it with a reason.
 
-Conditions and degrees need only values that exist without a composition, so that only points that may run are composed.
 Data that many points share is checked, fingerprinted and prepared once.
 """
 
@@ -11,30 +10,27 @@ import dataclasses
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlab.costs import AXES, Layout, resolve_layout
 from titanlab.data import source
 from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
 from titanlab.launch import shape_of
 from titanlab.plan import MEMORY_ERROR, beyond_node
-from titanlab.recipe import Loader, Recipe, check_data, find_key, shortened_warmup
+from titanlab.recipe import Loader, Recipe, check_data, resolve, shortened_warmup
 from titanlab.records import Identity, check_runs, identify
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.request import CONTROL, Request, read_request
 from titanlab.sweep.rows import estimated
 from titanlab.sweep.space import WHERE, Expression, SweepPoint, Values, canonical_text, control_points, keys_of
-from titanlab.sweep.submit import checked
+from titanlab.sweep.submit import check_resolved, machine_of
 from titanlab.sweep.sweep_folder import SINGLE
 from titanlab.system import counted
-from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.train import check_beginning, start_fingerprint
 
 COMMAND_LINE = "command line"
-_WARMUP = "optimizer.schedule.warmup_steps"
 # Keys of files and folders: a path that is missing here may exist on the hosts of the runs.
 _PLACES = ("data.files", "data.folder", "data.path", "data.tokenizer", "init_from", "checkpoint.load_from")
 
@@ -110,20 +106,17 @@ def plan_study(
     request = read_request(arguments, loader, measured=measured)
     composer = Composer(request.loader, request.points)
     checks = Checks(elsewhere=elsewhere)
-
-    def planned(point: Values, where: Sequence[Expression]) -> Recipe:
-        prune(composer, point, where)
-        return checks.composed(composer, point)
-
-    recipes, unfit = sift(request.points, lambda number: planned(request.points[number], request.where), whole=whole)
+    recipes, unfit = sift(
+        request.points, lambda number: checks.planned(composer, request.points[number], request.where), whole=whole
+    )
     for recipe in recipes.values():
         # Raises an error if the cluster is too small, before any data is prepared.
         shape_of(recipe)
     check_runs(next(iter(recipes.values())).runs)
-    study = _named(request, composer, checks, recipes, unfit)
+    study = _named(request, checks, recipes, unfit)
     if request.control is not None:
         try:
-            recipe = planned(request.control, [])
+            recipe = checks.planned(composer, request.control, [])
             shape_of(recipe)
         except Unfit as error:
             cure = "give it values that can run: control: {parallelism: single, world: 1}"
@@ -229,17 +222,16 @@ def sift(
     raise ConfigError("space", ",".join(keys_of(points)), rule, "change that, or sweep other values")
 
 
-def _named(
-    request: Request, composer: Composer, checks: Checks, recipes: Mapping[int, Recipe], unfit: Mapping[int, Unfit]
-) -> Study:
+def _named(request: Request, checks: Checks, recipes: Mapping[int, Recipe], unfit: Mapping[int, Unfit]) -> Study:
     """The study with a name for every run, without points that would be the same run as another."""
     # The key `sweep`, else the name of its file, else a name derived from its space.
-    name = next(iter(recipes.values())).sweep
+    first = next(iter(recipes.values()))
+    name = first.sweep
     if name == SINGLE and request.option is not None:
         name = request.option.rpartition("/")[2]
     elif name == SINGLE and request.space is not None:
         text = canonical_text([request.space, [expression.text for expression in request.where], request.repeats])
-        name = f"{composer.value({}, 'name')}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+        name = f"{first.name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     planned: list[PlannedRun] = []
     dropped: list[Dropped] = []
     known: dict[str, str] = {}
@@ -276,6 +268,15 @@ def _named(
     )
 
 
+@contextlib.contextmanager
+def _stage(name: str) -> Iterator[None]:
+    """Turn an error into the reason for which this stage drops a point."""
+    try:
+        yield
+    except ConfigError as error:
+        raise Unfit(name, error) from error
+
+
 class Checks:
     """Checks recipes; checks shared parts, above all data, only once.
 
@@ -291,26 +292,48 @@ class Checks:
         # A dict as an ordered set.
         self.notices: dict[str, None] = {}
 
-    def composed(self, composer: Composer, point: Values) -> Recipe:
+    def planned(self, composer: Composer, point: Values, where: Sequence[Expression]) -> Recipe:
         """The resolved recipe of a point, after every check that needs no prepared data.
 
         Raises:
-            Unfit: it cannot be composed, or breaks a rule.
+            Unfit: it cannot be composed, does not meet a condition, or breaks a rule.
+            ConfigError: a condition cannot be computed.
         """
-        try:
-            recipe = composer.recipe(point)
-        except ConfigError as error:
-            raise Unfit("composition", error) from error
-        try:
-            resolved = checked(recipe, self._here, elsewhere=self._elsewhere)
-            self._check_data(resolved)
+
+        @functools.cache
+        def composed() -> tuple[Recipe, Recipe]:
+            """The recipe, and the resolved recipe."""
+            with _stage("composition"):
+                recipe = composer.recipe(point)
+            with _stage("rule"):
+                accelerator, device = machine_of(recipe, self._here)
+            with _stage("layout"):
+                return recipe, resolve(recipe, world=None, accelerator=accelerator, device=device)
+
+        def look(key: str) -> Any:
+            """The value of a key in the resolved recipe, or a group's option, for which nothing is composed."""
+            if composer.is_group(key):
+                with _stage("composition"):
+                    return composer.option(point, key)
+            value: Any = composed()[1]
+            for part in key.split("."):
+                if not hasattr(value, part):
+                    raise KeyError(key)
+                value = getattr(value, part)
+            return value
+
+        for expression in where:
+            if not expression.holds(look, SweepPoint(values=point).label):
+                raise Unfit("where", expression.text)
+        recipe, final = composed()
+        with _stage("rule"):
+            check_resolved(final, self._here, elsewhere=self._elsewhere)
+            self._check_data(final)
             if not self._elsewhere:
-                check_beginning(resolved)
-        except ConfigError as error:
-            raise Unfit("rule", error) from error
+                check_beginning(final)
         if notice := shortened_warmup(recipe):
             self.notices[notice] = None
-        return resolved
+        return final
 
     def prepare(self, recipe: Recipe, report: Callable[[str], None]) -> None:
         """Prepare a recipe's data, and check the rules that need the prepared data.
@@ -318,12 +341,10 @@ class Checks:
         Raises:
             Unfit: the data cannot be used, or this recipe cannot use it.
         """
-        try:
+        with _stage("rule"):
             self._once(("prepare", recipe.data), lambda: source.prepare(recipe.data, report=report))
             self._prepared.add(recipe.data)
             self._check_data(recipe)
-        except ConfigError as error:
-            raise Unfit("rule", error) from error
 
     def identify(self, recipe: Recipe) -> Identity:
         """The identity of a checked recipe."""
@@ -352,81 +373,3 @@ class Checks:
         if self._elsewhere and result.key in _PLACES:
             return "elsewhere"
         raise result
-
-
-def prune(composer: Composer, point: Values, where: Sequence[Expression]) -> None:
-    """Check a point against the conditions and the arithmetic of its degrees.
-
-    Raises:
-        Unfit: it does not meet them.
-        ConfigError: a condition cannot be computed.
-    """
-    values = _Values(composer, point)
-    for expression in where:
-        if not expression.holds(functools.partial(values.value, expression.text), values.label):
-            raise Unfit("where", expression.text)
-    _ = values.layout
-
-
-class _Values:
-    """A point's values for conditions: degrees are resolved, and numbers are not texts."""
-
-    def __init__(self, composer: Composer, point: Values) -> None:
-        self._composer = composer
-        self._point = point
-
-    @functools.cached_property
-    def label(self) -> str:
-        return SweepPoint(values=self._point).label
-
-    def value(self, condition: str, key: str) -> Any:
-        """The value of a key in a condition; raises ConfigError if the point has no such key."""
-        group, _, axis = key.rpartition(".")
-        if (key == "world" or (group == "parallelism" and axis in AXES)) and self.layout is not None:
-            return self.layout.world if key == "world" else getattr(self.layout, axis)
-        try:
-            value = self._value(key)
-            if key == _WARMUP and value is None:
-                # The default that resolving the recipe would set.
-                steps = self._value("training.steps")
-                return Schedule().warmup(steps) if isinstance(steps, int) else None
-            return value
-        except KeyError:
-            if "." not in key:
-                # The point has no option of this group, such as `recipe`.
-                return None
-            group = key.partition(".")[0]
-            option = self._value(group)
-            rule = f"asks for {key}, which {self.label} does not have: its {group} is {option}"
-            cure = f"ask first: {group} != {option!r} or …"
-            raise ConfigError(WHERE, condition, rule, cure) from None
-
-    @functools.cached_property
-    def layout(self) -> Layout | None:
-        """The resolved degrees; None if they are not whole numbers, which the composition will report."""
-        try:
-            degrees = {axis: self._value(f"parallelism.{axis}") for axis in AXES}
-            world = self._value("world")
-        except KeyError:
-            return None
-        if not all(isinstance(degree, int) for degree in degrees.values()):
-            return None
-        if world is not None and (not isinstance(world, int) or world < 1):
-            return None
-        try:
-            return resolve_layout(degrees, world)
-        except ConfigError as error:
-            raise Unfit("layout", error) from error
-
-    def _value(self, key: str) -> Any:
-        try:
-            value = self._composer.value(self._point, key)
-        except ConfigError as error:
-            raise Unfit("composition", error) from error
-        known = find_key(key) if isinstance(value, str) and key in self._point else None
-        if known is not None and "number" in known.accepted_values:
-            # The number that the text becomes in the composition.
-            for kind in (int, float):
-                with contextlib.suppress(ValueError):
-                    return kind(value)
-        return value

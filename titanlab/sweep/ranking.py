@@ -16,7 +16,7 @@ import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,6 +34,43 @@ MEASURED_PEAK = "measured on this CPU"
 OWN_PEAK = "its MFU is a share of a peak that each run measured by itself; rank by tokens/s (--by tps)"
 _OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
 _EMULATED = "emulated: its products are in 32 bits on this device, so that its speed says nothing"
+_UNMEASURED = {
+    "tps": "its speed was not measured: no step after warm-up",
+    "mfu": "has no MFU: the peak of its device is unknown",
+    "memory": "its memory was not measured",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """How many percent better one figure is than another (for memory: less); negative if it is worse.
+
+    Attributes:
+        interval_percent: of 95 %; None if the noise is unknown.
+    """
+
+    percent: float
+    interval_percent: tuple[float, float] | None
+
+    @property
+    def is_within_noise(self) -> bool | None:
+        """Whether the change may be noise only; None if that is unknown."""
+        return None if self.interval_percent is None else self.interval_percent[0] <= 0 <= self.interval_percent[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift(Change):
+    """A straight line through the control's figures: the change from the first control's start to the last one's.
+
+    Attributes:
+        seconds: between the first and the last start.
+    """
+
+    runs: int
+    seconds: float
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {**asdict(self), "is_within_noise": self.is_within_noise}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +106,10 @@ class RankedRecipe:
         return self.group.label
 
     @property
+    def stack_step(self) -> int | None:
+        return self.group.rows[0].get("stack_step")
+
+    @property
     def ends(self) -> dict[str, int]:
         """The number of its runs by outcome; by state if they have not ended."""
         return dict(Counter(map(state_word, self.group.rows)))
@@ -85,6 +126,129 @@ class RankedRecipe:
             "runs": [row["run"] for row in self.group.rows],
             "ends": self.ends,
             "interval": None if self.low is None else [self.low, self.high],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackStep(Change):
+    """The gain of a recipe of a stack over the ranked one before it; the intervals are valid for all steps together.
+
+    Attributes:
+        by: what the recipes are ranked by.
+    """
+
+    by: str
+    entry: RankedRecipe
+    before: RankedRecipe
+
+    @property
+    def is_next(self) -> bool:
+        """Whether no step between the two has no place, as one that failed."""
+        return self.entry.stack_step == (self.before.stack_step or 0) + 1
+
+    @property
+    def name(self) -> str:
+        """The step; also over which one it gains, if that is not the one before."""
+        return self.entry.label if self.is_next else f"{self.entry.label} over {self.before.label}"
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is worse by more than noise."""
+        return self.interval_percent is not None and self.interval_percent[1] < 0
+
+    @property
+    def gain_text(self) -> str:
+        """`+12.3% (95% interval 10.1% to 14.6%)`: how the figure changes, so that more memory is `+` too."""
+        sign = -1 if self.by == "memory" else 1
+        text = f"{'+' if sign * self.percent >= 0 else ''}{percent(sign * self.percent)}"
+        if self.interval_percent is not None:
+            text += f" ({_interval(sorted(sign * end for end in self.interval_percent))})"
+        return text + (", within noise" if self.is_within_noise else "")
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {
+            "recipe": self.entry.label,
+            "before": self.before.label,
+            "gain_percent": self.percent,
+            "interval_percent": self.interval_percent,
+            "is_within_noise": self.is_within_noise,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRanking:
+    """The recipes of a sweep, best first.
+
+    Attributes:
+        by: `tps`, `mfu` or `memory`; the least memory is the best.
+        max_memory_gib: recipes that need more are left out; None: no limit.
+        ranked: the recipes that have a place, in their order.
+        left_out: the other recipes.
+        gap: of the first over the second; its interval is valid for the comparisons with all others together. None:
+            there is nothing to compare.
+        noise_percent: relative standard deviation of a run, pooled over the recipes with repeats; None without any.
+        control: the runs of the sweep's control, which gets no place; None: there is no control, or no run of it is
+            done.
+        control_gap: of the first over the control, as a single comparison.
+        control_left_out: why the control has no figure; None: it has one, or the sweep has no control.
+        drift: of the control during the sweep; None unless two of its runs are done.
+        steps: the ranked recipes of a stack but the first, in the stack's order; empty: the sweep is not a stack.
+    """
+
+    by: str
+    max_memory_gib: float | None
+    ranked: tuple[RankedRecipe, ...]
+    left_out: tuple[RankedRecipe, ...]
+    gap: Change | None
+    noise_percent: float | None
+    degrees: int
+    control: RankedRecipe | None
+    control_gap: Change | None
+    control_left_out: str | None
+    drift: Drift | None
+    steps: tuple[StackStep, ...]
+
+    @property
+    def entries(self) -> tuple[RankedRecipe, ...]:
+        return self.ranked + self.left_out
+
+    @property
+    def first(self) -> RankedRecipe | None:
+        """The entry with the best figure, whether or not it can be named the winner."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def winner(self) -> RankedRecipe | None:
+        """The first, if it is better than every other by more than noise; None: no winner can be named."""
+        others = self.ranked[1:]
+        return self.ranked[0] if others and all(entry.is_within_noise is False for entry in others) else None
+
+    @property
+    def is_within_noise(self) -> bool | None:
+        """Whether noise is why no winner can be named; None: the noise is unknown, or there is nothing to compare."""
+        return None if self.gap is None or self.gap.interval_percent is None else self.winner is None
+
+    def to_mapping(self) -> dict[str, Any]:
+        gap, control_gap = self.gap, self.control_gap
+        return {
+            "by": self.by,
+            "max_memory_gib": self.max_memory_gib,
+            "sentence": sentence_of(self),
+            "notes": notes_of(self),
+            "winner": None if self.winner is None else self.winner.label,
+            "runner_up": self.ranked[1].label if len(self.ranked) > 1 else None,
+            "gap_percent": gap and gap.percent,
+            "interval_percent": gap and gap.interval_percent,
+            "is_within_noise": self.is_within_noise,
+            "noise_percent": self.noise_percent,
+            "degrees_of_freedom": self.degrees,
+            "control": self.control and self.control.to_mapping(),
+            "control_gap_percent": control_gap and control_gap.percent,
+            "control_interval_percent": control_gap and control_gap.interval_percent,
+            "control_left_out": self.control_left_out,
+            "drift": self.drift and self.drift.to_mapping(),
+            "steps": [step.to_mapping() for step in self.steps],
+            "recipes": [entry.to_mapping() for entry in self.entries],
         }
 
 
@@ -106,11 +270,7 @@ def _entry(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRe
     elif by == "mfu" and any(MEASURED_PEAK in (row["mfu_convention"] or "") for row in counting):
         reason = OWN_PEAK
     elif not figures:
-        reason = {
-            "tps": "its speed was not measured: no step after warm-up",
-            "mfu": "has no MFU: the peak of its device is unknown",
-            "memory": "its memory was not measured",
-        }[by]
+        reason = _UNMEASURED[by]
     return RankedRecipe(
         group=group,
         figures=tuple(figures),
@@ -133,59 +293,28 @@ def _positive(rows: Sequence[Row], column: str) -> list[float]:
     return [value for value in known if value is not None and math.isfinite(value) and value > 0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drift:
-    """A straight line through the control's figures.
-
-    Attributes:
-        percent: change from the first control's start to the last one's.
-        interval_percent: of 95 %; None if the noise is unknown: two controls, and no repeats.
-        seconds: between the first and the last start.
-    """
-
-    percent: float
-    interval_percent: tuple[float, float] | None
-    runs: int
-    seconds: float
-
-    @property
-    def is_within_noise(self) -> bool | None:
-        """Whether the drift may be noise only; None if that is unknown."""
-        if self.interval_percent is None:
-            return None
-        return self.interval_percent[0] <= 0 <= self.interval_percent[1]
-
-    def to_mapping(self) -> dict[str, Any]:
-        return {**asdict(self), "is_within_noise": self.is_within_noise}
-
-
 def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees: int = 0) -> Drift | None:
     """The drift of the control's runs in a column; None unless two of them have a figure, at different times.
 
     The recipes' repeats also measure the noise: `squares` of their residuals (logarithms), and `degrees` of freedom.
     """
-    known = [
-        (row["started"], math.log(value))
-        for row in rows
-        for value in _positive([row], column)
-        if row["started"] is not None
-    ]
-    moments = [time for time, _ in known]
+    started = [row for row in rows if row["started"] is not None and _positive([row], column)]
+    moments = [row["started"] for row in started]
     first, last = min(moments, default=0.0), max(moments, default=0.0)
     if last <= first:
         return None
     # Time from the first control (0) to the last (1): the slope is the total change.
     times = [(time - first) / (last - first) for time in moments]
-    values = [value for _, value in known]
+    values = [math.log(row[column]) for row in started]
     slope, start = statistics.linear_regression(times, values)
     interval = None
-    degrees += len(known) - 2
+    degrees += len(values) - 2
     if degrees:
         squares += math.fsum((value - start - slope * time) ** 2 for time, value in zip(times, values, strict=True))
         deviation = math.sqrt(squares / degrees / (len(times) * statistics.pvariance(times)))
         half = _t_quantile(degrees, _DRIFT_ERROR) * deviation
         interval = (_percent(slope - half, 1), _percent(slope + half, 1))
-    return Drift(percent=_percent(slope, 1), interval_percent=interval, runs=len(known), seconds=last - first)
+    return Drift(percent=_percent(slope, 1), interval_percent=interval, runs=len(values), seconds=last - first)
 
 
 def _t_quantile(degrees: int, error: float) -> float:
@@ -194,135 +323,6 @@ def _t_quantile(degrees: int, error: float) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(degrees, 1 - error / 2))
-
-
-# By how many percent a recipe is better, the interval of this lead, and whether it may be noise.
-Lead = tuple[float | None, tuple[float, float] | None, bool | None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StackStep:
-    """A recipe of a stack against the ranked one before it.
-
-    Attributes:
-        gain_percent: how many percent better it is (for memory: less); negative if it is worse.
-        interval_percent: of 95 %, valid for all steps together; None if the noise is unknown.
-        by: what the recipes are ranked by.
-    """
-
-    by: str
-    entry: RankedRecipe
-    before: RankedRecipe
-    gain_percent: float
-    interval_percent: tuple[float, float] | None
-
-    @property
-    def is_within_noise(self) -> bool | None:
-        """Whether the gain may be noise only; None if that is unknown."""
-        if self.interval_percent is None:
-            return None
-        return self.interval_percent[0] <= 0 <= self.interval_percent[1]
-
-    @property
-    def is_next(self) -> bool:
-        """Whether no step between the two has no place, as one that failed."""
-        steps = [entry.group.rows[0]["stack_step"] for entry in (self.before, self.entry)]
-        return bool(steps[1] == steps[0] + 1)
-
-    @property
-    def name(self) -> str:
-        """The step; also over which one it gains, if that is not the one before."""
-        return self.entry.label if self.is_next else f"{self.entry.label} over {self.before.label}"
-
-    @property
-    def is_worse(self) -> bool:
-        """Whether it is worse by more than noise."""
-        return self.interval_percent is not None and self.interval_percent[1] < 0
-
-    @property
-    def gain_text(self) -> str:
-        """`+12.3% (95% interval 10.1% to 14.6%)`: how the figure changes, so that more memory is `+` too."""
-        sign = -1 if self.by == "memory" else 1
-        text = f"{'+' if sign * self.gain_percent >= 0 else ''}{percent(sign * self.gain_percent)}"
-        if self.interval_percent is not None:
-            ends = sorted(sign * end for end in self.interval_percent)
-            text += " (95% interval {} to {})".format(*map(percent, ends))
-        return text + (", within noise" if self.is_within_noise else "")
-
-    def to_mapping(self) -> dict[str, Any]:
-        own = {"gain_percent": self.gain_percent, "interval_percent": self.interval_percent}
-        names = {"recipe": self.entry.label, "before": self.before.label}
-        return {**names, **own, "is_within_noise": self.is_within_noise}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepRanking:
-    """The recipes of a sweep, best first.
-
-    Attributes:
-        by: `tps`, `mfu` or `memory`; the least memory is the best.
-        max_memory_gib: recipes that need more are left out; None: no limit.
-        entries: the ranked recipes in their order, then those that are left out.
-        winner: the first, if it is better than every other by more than noise; None: no winner can be named.
-        gap_percent: how many percent more (for memory, less) the first has than the second.
-        interval_percent: the interval of that gap, valid for the comparisons with all others together; None if the
-            noise is unknown.
-        is_within_noise: whether noise is why no winner can be named; None: the noise is unknown, or there is nothing to
-            compare.
-        noise_percent: relative standard deviation of a run, pooled over the recipes with repeats; None without any.
-        control: the runs of the sweep's control, which gets no place; None: there is no control, or no run of it is
-            done.
-        control_gap_percent, control_interval_percent: the same for the first against the control, as a single
-            comparison.
-        control_left_out: why the control has no figure; None: it has one, or the sweep has no control.
-        drift: of the control during the sweep; None unless two of its runs are done.
-        steps: the ranked recipes of a stack but the first, in the stack's order; empty: the sweep is not a stack.
-    """
-
-    by: str
-    max_memory_gib: float | None
-    entries: tuple[RankedRecipe, ...]
-    winner: RankedRecipe | None
-    runner_up: RankedRecipe | None
-    gap_percent: float | None
-    interval_percent: tuple[float, float] | None
-    is_within_noise: bool | None
-    noise_percent: float | None
-    degrees: int
-    control: RankedRecipe | None
-    control_gap_percent: float | None
-    control_interval_percent: tuple[float, float] | None
-    drift: Drift | None
-    control_left_out: str | None = None
-    steps: tuple[StackStep, ...] = ()
-
-    @property
-    def ranked(self) -> tuple[RankedRecipe, ...]:
-        return tuple(entry for entry in self.entries if entry.left_out is None)
-
-    @property
-    def left_out(self) -> tuple[RankedRecipe, ...]:
-        return tuple(entry for entry in self.entries if entry.left_out is not None)
-
-    @property
-    def first(self) -> RankedRecipe | None:
-        """The entry with the best figure, whether or not it can be named the winner."""
-        return next(iter(self.ranked), None)
-
-    def to_mapping(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name not in ("entries", "degrees")}
-        return {
-            **own,
-            "sentence": sentence_of(self),
-            "notes": notes_of(self),
-            "winner": None if self.winner is None else self.winner.label,
-            "runner_up": None if self.runner_up is None else self.runner_up.label,
-            "degrees_of_freedom": self.degrees,
-            "control": None if self.control is None else self.control.to_mapping(),
-            "drift": None if self.drift is None else self.drift.to_mapping(),
-            "steps": [step.to_mapping() for step in self.steps],
-            "recipes": [entry.to_mapping() for entry in self.entries],
-        }
 
 
 def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None = None) -> SweepRanking:
@@ -336,11 +336,10 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         KeyError: `by` is none of these.
     """
     everything = [_entry(group, by, max_memory_gib) for group in groups(rows)]
-    entries = [entry for entry in everything if not entry.group.is_control]
     noise, degrees = _pooled(everything)
     sign = -1 if by == "memory" else 1
 
-    def with_interval(entry: RankedRecipe, *, near: bool | None = None) -> RankedRecipe:
+    def placed(entry: RankedRecipe, *, near: bool | None = None) -> RankedRecipe:
         """The entry with the interval around its own centre."""
         if noise is None or entry.centre is None:
             return replace(entry, is_within_noise=near)
@@ -348,69 +347,56 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
         low, high = entry.centre * _exp(-half), entry.centre * _exp(half)
         return replace(entry, is_within_noise=near, low=low, high=high)
 
-    def lead(first: RankedRecipe, other: RankedRecipe, comparisons: int) -> Lead:
+    def lead(first: RankedRecipe, other: RankedRecipe, comparisons: int) -> Change:
         """The lead of a recipe over another one."""
-        assert first.centre is not None
-        assert other.centre is not None
-        lead = sign * (math.log(first.centre) - math.log(other.centre))
+        lead = sign * (math.log(first.centre or 1) - math.log(other.centre or 1))
         if noise is None:
-            return _percent(lead, sign), None, None
+            return Change(percent=_percent(lead, sign), interval_percent=None)
         error = noise * math.sqrt(1 / first.runs + 1 / other.runs)
         half = _t_quantile(degrees, ERROR / comparisons) * error
-        return _percent(lead, sign), (_percent(lead - half, sign), _percent(lead + half, sign)), lead - half <= 0
+        interval = (_percent(lead - half, sign), _percent(lead + half, sign))
+        return Change(percent=_percent(lead, sign), interval_percent=interval)
 
+    entries = [entry for entry in everything if not entry.group.is_control]
     ranked = [entry for entry in entries if entry.left_out is None]
     ranked.sort(key=lambda entry: (-sign * (entry.centre or 0.0), entry.label))
-    stacked = [entry for entry in ranked if entry.group.rows[0].get("stack_step") is not None]
-    stacked.sort(key=lambda entry: entry.group.rows[0]["stack_step"])
+    stacked = sorted(
+        (entry for entry in ranked if entry.stack_step is not None), key=lambda entry: entry.stack_step or 0
+    )
     # All statements share one error: the first against each other recipe, and each step against the one before.
     comparisons = len(ranked) - 1 + max(0, len(stacked) - 1)
     leads = [lead(ranked[0], other, comparisons) for other in ranked[1:]]
-    is_named = bool(leads) and noise is not None and not any(near for *_, near in leads)
-    within = [None if noise is None else True, *(near for *_, near in leads)]
-    placed = [with_interval(entry, near=near) for entry, near in zip(ranked, within, strict=bool(ranked))]
-    controls = [entry for entry in everything if entry.group.is_control and entry.figures]
-    control = max(controls, key=lambda entry: entry.runs, default=None)
-    nothing: Lead = (None, None, None)
-    gap, interval, _ = leads[0] if leads else nothing
-    control_gap, control_interval, _ = nothing if control is None or not ranked else lead(ranked[0], control, 1)
+    within = [None if noise is None else True, *(lead.is_within_noise for lead in leads)]
+    controls = [entry for entry in everything if entry.group.is_control]
+    control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
     drift = None
     if control is not None:
         # The noise of all other recipes: its deviation and its degrees of freedom.
         others, free = _pooled(entries)
-        squares = 0.0 if others is None else others**2 * free
+        squares = (others or 0.0) ** 2 * free
         drift = drift_of(_counting(control.group, by), COLUMN_OF[by], squares=squares, degrees=free)
-    steps = []
-    for before, entry in itertools.pairwise(stacked):
-        gain, band, _ = lead(entry, before, comparisons)
-        steps.append(StackStep(by=by, entry=entry, before=before, gain_percent=gain or 0.0, interval_percent=band))
     return SweepRanking(
         by=by,
         max_memory_gib=max_memory_gib,
-        entries=(*placed, *(entry for entry in entries if entry.left_out is not None)),
-        winner=placed[0] if is_named else None,
-        runner_up=placed[1] if leads else None,
-        gap_percent=gap,
-        interval_percent=interval,
-        is_within_noise=not is_named if leads and noise is not None else None,
+        ranked=tuple(placed(entry, near=near) for entry, near in zip(ranked, within, strict=bool(ranked))),
+        left_out=tuple(entry for entry in entries if entry.left_out is not None),
+        gap=next(iter(leads), None),
         noise_percent=None if noise is None else 100 * noise,
         degrees=degrees,
-        control=None if control is None else with_interval(control),
-        control_gap_percent=control_gap,
-        control_interval_percent=control_interval,
+        control=control and placed(control),
+        control_gap=lead(ranked[0], control, 1) if control is not None and ranked else None,
+        control_left_out=None if control else next((entry.left_out for entry in controls), None),
         drift=drift,
-        control_left_out=None
-        if control
-        else next((each.left_out for each in everything if each.group.is_control), None),
-        steps=tuple(steps),
+        steps=tuple(
+            StackStep(by=by, entry=entry, before=before, **vars(lead(entry, before, comparisons)))
+            for before, entry in itertools.pairwise(stacked)
+        ),
     )
 
 
 def drift_lines(rows: Sequence[Row]) -> list[str]:
     """The drift of the sweep's control in tokens/s, for the lines below a table; empty without a control."""
-    if not any(row["control"] for row in rows):
-        return []
-    drift = rank(rows).drift
+    drift = rank(rows).drift if any(row["control"] for row in rows) else None
     return [] if drift is None else [drift_line(drift, "tps")]
 
 
@@ -419,15 +405,15 @@ def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
 
     A recipe that does not fit into a limit of memory says as much about the noise as one that fits.
     """
-    samples = [[math.log(figure) for figure in entry.figures] for entry in entries]
-    degrees = sum(len(sample) - 1 for sample in samples if sample)
-    squares = [statistics.variance(sample) * (len(sample) - 1) for sample in samples if len(sample) > 1]
-    return (math.sqrt(math.fsum(squares) / degrees) if degrees else None), degrees
+    samples = [list(map(math.log, entry.figures)) for entry in entries if entry.runs > 1]
+    degrees = sum(len(sample) - 1 for sample in samples)
+    squares = math.fsum(statistics.variance(sample) * (len(sample) - 1) for sample in samples)
+    return (math.sqrt(squares / degrees) if degrees else None), degrees
 
 
 def _percent(lead: float, sign: int) -> float:
     """A lead in percent: how much more than the other, or for memory how much less."""
-    return 100 * (_exp(lead) - 1) if sign > 0 else 100 * (1 - _exp(-lead))
+    return 100 * sign * (_exp(sign * lead) - 1)
 
 
 def _exp(value: float) -> float:
@@ -445,7 +431,7 @@ _PENDING = (*ACTIVE, "queued", "prepared")
 
 def amount(value: float | None, by: str) -> str:
     """A figure with its unit: `1,234 tokens/s per device`, `41.5% MFU`, `0.75 GiB`."""
-    return {"tps": "{} tokens/s per device", "mfu": "{} MFU", "memory": "{} GiB"}[by].format(figure(value, by))
+    return f"{figure(value, by)} {'GiB' if by == 'memory' else _NOUNS[by]}"
 
 
 def figure(value: float | None, by: str) -> str:
@@ -459,68 +445,75 @@ def figure(value: float | None, by: str) -> str:
 
 def percent(value: float) -> str:
     """A change in percent: `12.3%`, `0.05%`, `-3.0%`."""
-    if math.isinf(value) or value >= 1000:
+    if value >= 1000:
         return "over 1,000%"
     # More digits for small gaps, as of memory: one digit would round them to zero.
     return f"{value:.1f}%" if abs(value) >= 0.095 else f"{value:.1g}%"
 
 
+def _interval(ends: Sequence[float]) -> str:
+    return "95% interval {} to {}".format(*map(percent, ends))
+
+
 def sentence_of(ranking: SweepRanking) -> str:
     """The answer in one sentence: who is the best and by how much, or why nobody can be named; which step is a loss."""
     losses = [f"{step.name} {step.gain_text}" for step in ranking.steps if step.is_worse]
-    if not losses:
-        return _answer(ranking)
-    return f"{_answer(ranking).removesuffix('.')}; worse than the step before: {', '.join(losses)}."
+    end = f"; worse than the step before: {', '.join(losses)}" if losses else ""
+    return f"{_answer(ranking)}{end}."
 
 
 def _answer(ranking: SweepRanking) -> str:
-    by, first, second = ranking.by, ranking.first, ranking.runner_up
+    by, first, gap = ranking.by, ranking.first, ranking.gap
     if first is None:
-        entries, limit = ranking.entries, ranking.max_memory_gib
-        if not entries:
-            return "There is nothing to rank: the sweep has no run."
-        rows = runs(row for entry in entries for row in entry.group.rows)
-        if not any(row["outcome"] == "done" for row in rows):
-            return f"There is nothing to rank: none of {counted(len(rows), 'run')} is done."
-        needs = [entry.memory_gib for entry in entries if entry.memory_gib is not None]
-        if limit is not None and needs and min(needs) > limit:
-            return f"No recipe fits into {limit:g} GiB: the smallest needs {min(needs):.2f}."
-        reason = entries[0].left_out
-        if by == "mfu" and any(entry.left_out == OWN_PEAK for entry in entries):
-            reason = OWN_PEAK
-        elif by != "memory" and any(entry.group.is_oversubscribed for entry in entries):
-            reason = (
-                "the runs had more processes than cores, so that their speed says nothing; rank them by memory "
-                "(--by memory)"
-            )
-        return f"No recipe can be ranked by {_NOUNS[by]}: {reason}."
-    if second is None:
-        return f"Only {first.label} ({amount(first.centre, by)}) can be ranked: there is nothing to compare it with."
-    lead = percent(ranking.gap_percent or 0.0)
+        return _nothing(ranking)
     best = f"{first.label} ({amount(first.centre, by)})"
-    gap = f"{lead} {'less' if by == 'memory' else 'more'} than {second.label}"
-    if ranking.interval_percent is None:
+    if gap is None:
+        return f"Only {best} can be ranked: there is nothing to compare it with"
+    second, lead = ranking.ranked[1], percent(gap.percent)
+    more = f"{lead} {'less' if by == 'memory' else 'more'} than {second.label}"
+    if gap.interval_percent is None:
         return (
-            f"No winner can be named: {first.label} {_WAS_BEST[by]} ({amount(first.centre, by)}, {gap}), but no recipe "
-            "was run twice, so that the noise is unknown."
+            f"No winner can be named: {first.label} {_WAS_BEST[by]} ({amount(first.centre, by)}, {more}), but no "
+            "recipe was run twice, so that the noise is unknown"
         )
-    interval = "(95% interval {} to {})".format(*map(percent, ranking.interval_percent))
+    interval = f"({_interval(gap.interval_percent)})"
     if ranking.winner is not None:
-        return f"{first.label} {_BEST[by]}: {amount(first.centre, by)}, {gap} {interval}."
-    ranked = ranking.ranked
-    equal = sum(entry.centre == first.centre for entry in ranked)
+        return f"{first.label} {_BEST[by]}: {amount(first.centre, by)}, {more} {interval}"
+    equal = sum(entry.centre == first.centre for entry in ranking.ranked)
     if equal > 1:
         others = second.label if equal == 2 else counted(equal - 1, "other recipe")
-        return f"No winner can be named: {first.label} and {others} are level at {amount(first.centre, by)}."
-    near = sum(entry.is_within_noise is True for entry in ranked)
-    if near == 2 and len(ranked) == 2:
+        return f"No winner can be named: {first.label} and {others} are level at {amount(first.centre, by)}"
+    total, near = len(ranking.ranked), sum(entry.is_within_noise is True for entry in ranking.ranked)
+    if total == 2:
         other = f"{second.label} ({figure(second.centre, by)})"
-        return f"No winner can be named: {best} and {other} are within noise; the gap is {lead} {interval}."
-    which = f"all {near}" if near == len(ranked) else f"{near} of {len(ranked)}"
+        return f"No winner can be named: {best} and {other} are within noise; the gap is {lead} {interval}"
+    which = f"all {near}" if near == total else f"{near} of {total}"
     return (
         f"No winner can be named: {which} recipes are within noise of the best figure, that of {best}; its lead over "
-        f"{second.label} is {lead} {interval}."
+        f"{second.label} is {lead} {interval}"
     )
+
+
+def _nothing(ranking: SweepRanking) -> str:
+    """Why no recipe has a place."""
+    by, entries, limit = ranking.by, ranking.left_out, ranking.max_memory_gib
+    if not entries:
+        return "There is nothing to rank: the sweep has no run"
+    rows = runs(row for entry in entries for row in entry.group.rows)
+    if not any(row["outcome"] == "done" for row in rows):
+        return f"There is nothing to rank: none of {counted(len(rows), 'run')} is done"
+    needs = [entry.memory_gib for entry in entries if entry.memory_gib is not None]
+    if limit is not None and needs and min(needs) > limit:
+        return f"No recipe fits into {limit:g} GiB: the smallest needs {min(needs):.2f}"
+    reason = entries[0].left_out
+    if by == "mfu" and any(entry.left_out == OWN_PEAK for entry in entries):
+        reason = OWN_PEAK
+    elif by != "memory" and any(entry.group.is_oversubscribed for entry in entries):
+        reason = (
+            "the runs had more processes than cores, so that their speed says nothing; rank them by memory "
+            "(--by memory)"
+        )
+    return f"No recipe can be ranked by {_NOUNS[by]}: {reason}"
 
 
 def notes_of(ranking: SweepRanking) -> list[str]:
@@ -536,33 +529,13 @@ def notes_of(ranking: SweepRanking) -> list[str]:
             f"{counted(len(repeated), 'recipe')}; {counted(ranking.degrees, 'degree')} of freedom)."
         )
     if ranking.control is not None:
-        control = ranking.control
-        line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
-        if ranking.first is not None and ranking.control_gap_percent is not None:
-            gap, interval = ranking.control_gap_percent, ranking.control_interval_percent
-            word = "less" if (by == "memory") == (gap >= 0) else "more"
-            line += f"; {ranking.first.label} {'needs' if by == 'memory' else 'does'} {percent(abs(gap))} {word}"
-            if interval is not None:
-                low, high = interval if gap >= 0 else (-interval[1], -interval[0])
-                end = "within noise" if low <= 0 <= high else "more than noise"
-                line += f" (95% interval {percent(low)} to {percent(high)}), {end}"
-        notes.append(f"{line}.")
+        notes.append(_control_line(ranking, ranking.control))
     elif ranking.control_left_out is not None:
         notes.append(f"Control: {ranking.control_left_out}. So nothing is known of a drift of the machine.")
     if ranking.drift is not None:
-        notes.append(drift_line(ranking.drift, ranking.by))
-    worlds = {entry.group.world for entry in ranking.ranked}
-    if ranking.by == "tps" and len(worlds) > 1:
-        whole = {entry.label: (entry.centre or 0.0) * entry.group.world for entry in ranking.ranked}
-        most = max(whole, key=lambda label: whole[label])
-        notes.append(
-            "The recipes have different numbers of processes: tokens/s are those of one device. Of all devices "
-            f"together {most} has the most: {figure(whole[most], 'tps')} tokens/s."
-        )
-    sizes = {tuple(entry.group.rows[0][name] for name in ("model", "layers", "dim")) for entry in ranking.ranked}
-    peaks = {row["mfu_convention"] or "" for entry in ranking.ranked for row in entry.group.rows}
-    if ranking.by == "tps" and len(sizes) > 1 and not any(MEASURED_PEAK in peak for peak in peaks):
-        notes.append("The recipes have different models: compare them by MFU (--by mfu).")
+        notes.append(drift_line(ranking.drift, by))
+    if by == "tps":
+        notes += _unfair(ranking)
     pending, failed = Counter[str](), Counter[str]()
     for entry in ranking.entries:
         pending.update({end: count for end, count in entry.ends.items() if end in _PENDING})
@@ -575,15 +548,44 @@ def notes_of(ranking: SweepRanking) -> list[str]:
     return notes
 
 
+def _control_line(ranking: SweepRanking, control: RankedRecipe) -> str:
+    by, gap = ranking.by, ranking.control_gap
+    line = f"Control: {control.label}, {amount(control.centre, by)} ({counted(control.runs, 'run')})"
+    if ranking.first is not None and gap is not None:
+        word = "less" if (by == "memory") == (gap.percent >= 0) else "more"
+        line += f"; {ranking.first.label} {'needs' if by == 'memory' else 'does'} {percent(abs(gap.percent))} {word}"
+        if gap.interval_percent is not None:
+            low, high = gap.interval_percent
+            ends = (low, high) if gap.percent >= 0 else (-high, -low)
+            line += f" ({_interval(ends)}), {'within noise' if gap.is_within_noise else 'more than noise'}"
+    return f"{line}."
+
+
+def _unfair(ranking: SweepRanking) -> list[str]:
+    """Notes on recipes whose tokens/s do not compare."""
+    notes = []
+    if len({entry.group.world for entry in ranking.ranked}) > 1:
+        whole = {entry.label: (entry.centre or 0.0) * entry.group.world for entry in ranking.ranked}
+        most = max(whole, key=lambda label: whole[label])
+        notes.append(
+            "The recipes have different numbers of processes: tokens/s are those of one device. Of all devices "
+            f"together {most} has the most: {figure(whole[most], 'tps')} tokens/s."
+        )
+    sizes = {tuple(entry.group.rows[0][name] for name in ("model", "layers", "dim")) for entry in ranking.ranked}
+    peaks = {row["mfu_convention"] or "" for entry in ranking.ranked for row in entry.group.rows}
+    if len(sizes) > 1 and not any(MEASURED_PEAK in peak for peak in peaks):
+        notes.append("The recipes have different models: compare them by MFU (--by mfu).")
+    return notes
+
+
 def drift_line(drift: Drift, by: str) -> str:
     """The control's drift: how far its figure moved during the sweep, and whether that is more than noise."""
     moved = f"{abs(drift.percent):.1f}% {'up' if drift.percent >= 0 else 'down'}"
     line = f"Drift: the control's {_NOUNS[by]} went {moved} in {duration(drift.seconds)} ({counted(drift.runs, 'run')}"
     if drift.interval_percent is None:
         return f"{line}); whether that is noise is unknown."
-    low, high = map(percent, drift.interval_percent)
     end = "within noise" if drift.is_within_noise else "more than noise: the machine changed while the sweep ran"
-    return f"{line}, 95% interval {low} to {high}): {end}."
+    return f"{line}, {_interval(drift.interval_percent)}): {end}."
 
 
 def ranking_lines(ranking: SweepRanking) -> list[str]:
@@ -609,10 +611,7 @@ def _cells(place: int, entry: RankedRecipe, by: str, first: RankedRecipe) -> tup
         value = group.typical(COLUMN_OF[name])
         shown[name] = figure(value, name) + ("*" if value is not None and group.is_oversubscribed else "")
     shown[by] = figure(entry.centre, by)
-    against = ""
-    if place > 1 and first.centre is not None and entry.centre is not None:
-        against = f"{100 * (entry.centre / first.centre - 1):+.1f}%"
-        against += ", within noise" if entry.is_within_noise else ""
+    against = f"{100 * ((entry.centre or 0) / (first.centre or 1) - 1):+.1f}%"
     return (
         str(place),
         entry.label,
@@ -621,9 +620,9 @@ def _cells(place: int, entry: RankedRecipe, by: str, first: RankedRecipe) -> tup
         *(shown[name] for name in ("tps", "mfu", "memory")),
         "" if entry.low is None else f"{figure(entry.low, by)} to {figure(entry.high, by)}",
         "" if entry.spread_percent is None else percent(entry.spread_percent),
-        against,
+        "" if place == 1 else against + (", within noise" if entry.is_within_noise else ""),
     )
 
 
-def _counts(ends: dict[str, int]) -> str:
+def _counts(ends: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in ends.items())

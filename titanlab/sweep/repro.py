@@ -295,8 +295,11 @@ def composable(config: Mapping[str, Any]) -> str:
     return f"# The resolved recipe of a run; `titanlab repro` wrote it.\n{text}"
 
 
-def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """The recipe to which a run's sweep or command line composes now; or None, and the reason."""
+def config_differences(run: RunFolder, env: Mapping[str, Any]) -> list[tuple[str, str, str]] | str:
+    """Key, value then, value now, of all that a run's sweep or command line composes otherwise now; or why none can be.
+
+    The place of the run does not count.
+    """
     sweep = SweepFolder(run.path.parent)
     manifest, rows = sweep.manifest(), sweep.points()
     overrides = manifest.get("overrides")
@@ -314,17 +317,16 @@ def composed_now(run: RunFolder, env: Mapping[str, Any]) -> tuple[dict[str, Any]
             recipe = Composer(loader, [point]).recipe(point)
         else:
             arguments, problem = _overrides(env)
-            if problem:
-                return None, problem
-            composed = Loader(read_flags(arguments), arguments).recipe()
+            composed = None if problem else Loader(read_flags(arguments), arguments).recipe()
             if composed is None:
-                return None, "its command describes several runs"
+                return problem or "its command describes several runs"
             recipe = composed
         cluster = run.section("cluster")
         accelerator, device = str(cluster.get("accelerator") or "cpu"), str(cluster.get("device") or "cpu")
-        return to_mapping(resolve(recipe, world=None, accelerator=accelerator, device=device)), ""
+        now = to_mapping(resolve(recipe, world=None, accelerator=accelerator, device=device))
+        return differing(run.config(), now, _PLACES)
     except ConfigError as error:
-        return None, f"what made it composes to no recipe any more ({error})"
+        return f"what made it composes to no recipe any more ({error})"
 
 
 def _overrides(env: Mapping[str, Any]) -> tuple[list[str], str]:
@@ -340,11 +342,6 @@ def _overrides(env: Mapping[str, Any]) -> tuple[list[str], str]:
     if any("[hidden]" in word for word in overrides):
         return [], "its command line had a secret, which was not recorded"
     return overrides, ""
-
-
-def config_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Key, value then, value now, of everything that differs, except the place of the run."""
-    return differing(then, now, _PLACES)
 
 
 def write_config(folder: Path, text: str) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import math
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -197,23 +196,17 @@ def _swept_values(loader: Loader, text: str, override: Override) -> list[Any]:
     if not override.is_discrete_sweep():
         cure = f"list some: {key}=0.1,0.2, or range(start,stop,step)"
         raise ConfigError(key, typed, "has infinitely many values", cure)
-    swept = override.value()
-    if isinstance(swept, RangeSweep) and swept.start is not None and swept.stop is not None:
-        # Count the values before they are created.
-        try:
-            start, stop, step = (Decimal(bound) for bound in (swept.start, swept.stop, swept.step))
-            count = max(0, math.ceil((stop - start) / step))
-        except (ArithmeticError, ValueError) as error:
-            # The step is 0, or a bound is infinite or not a number.
-            cure = "write range(start,stop,step) with numbers and a step that is not 0"
-            raise ConfigError(key, typed, "has infinitely many values, or none", cure) from error
-        if count > LIMIT:
-            rule = f"are {count} values, and a sweep has at most {LIMIT} points"
-            raise ConfigError(key, typed, rule, "take some out")
     try:
-        values = [plain_value(value) for value in override.sweep_iterator()]
-    except HydraException as error:
-        raise ConfigError(key, typed, str(error).splitlines()[0], f"list the values: {key}=a,b") from error
+        # Not more values than that are created.
+        values = list(map(plain_value, itertools.islice(override.sweep_iterator(), LIMIT + 1)))
+    except (HydraException, ArithmeticError, ValueError) as error:
+        # A step of 0, or a bound that is not a number, is no HydraException.
+        rule = (
+            str(error).splitlines()[0] if isinstance(error, HydraException) else "has infinitely many values, or none"
+        )
+        raise ConfigError(key, typed, rule, f"list the values: {key}=a,b") from error
+    if len(values) > LIMIT:
+        raise ConfigError(key, typed, f"has more than {LIMIT} values", "take some out")
     if loader.is_group(override.key_or_group):
         values = [value for value in values if not str(value).endswith("schema")]
     if not values:

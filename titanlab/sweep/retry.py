@@ -11,11 +11,9 @@ from titanlab.errors import ConfigError
 from titanlab.launch import (
     Submission,
     go_back,
-    launch_of,
     launcher_named,
     missed_checkpoint,
     pass_over_damaged,
-    shape_of,
     with_progress,
 )
 from titanlab.recipe import (
@@ -164,7 +162,7 @@ def retry(
                 report(f"{run.path.name} is left alone: {ended_as or word}")
         if dry_run or not chosen:
             return chosen
-        check_jobs([(job.launch, job.shape) for job in chosen])
+        check_jobs(chosen)
         for run in map(folder.run, (job.run for job in chosen if stale)):
             config, identity = run.config(), run.identity()
             if identity is None:
@@ -186,7 +184,7 @@ def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], 
     config = run.config()
     recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml")
     if not _changes_layout(overrides):
-        return QueuedRun(run=run.path.name, shape=shape_of(recipe), launch=launch_of(recipe))
+        return QueuedRun(run=run.path.name, recipe=recipe)
     try:
         recipe, line = adapted(recipe, from_mapping(config), overrides)
         item = item_of(run, checked(recipe))
@@ -205,7 +203,7 @@ def _changes_layout(overrides: Sequence[str]) -> bool:
 def item_of(run: RunFolder, recipe: Recipe) -> QueuedRun:
     """The job of a run with a checked recipe."""
     changed = recipe_changes(run.config(), to_mapping(recipe))
-    return QueuedRun(run=run.path.name, shape=shape_of(recipe), launch=launch_of(recipe), changes=changed)
+    return QueuedRun(run=run.path.name, recipe=recipe, changes=changed)
 
 
 def submitted_with(run: RunFolder) -> Mapping[str, Any] | None:
@@ -238,7 +236,7 @@ def resubmit(
         if word in ("queued", "running"):
             cure = f"wait for its end, or titanlab cancel {sweep_argument(folder.path)}"
             raise ConfigError("run", run.path.name, f"is {word} already", cure)
-        check_jobs([(item.launch, item.shape)])
+        check_jobs([item])
         renamed: list[Place] = []
         with run.claim():
             if checkpoint is not None:

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import functools
 import io
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -153,13 +152,35 @@ def _emulates(precision: str, emulate: str | None, accelerator: str, device: str
     return bool(schema.on_device(accelerator=accelerator, device=device).emulate == "true")
 
 
+# Columns that are one entry of a result's summary, or of the latest row of a running attempt.
+_OF_METRICS = {
+    "tokens_per_second": meter.TOKENS_PER_SECOND,
+    "tflops": meter.TFLOPS,
+    "mfu_percent": meter.MFU,
+    "step_seconds_q1": meter.STEP_SECONDS_LOW,
+    "step_seconds_q3": meter.STEP_SECONDS_HIGH,
+    "data_percent": meter.DATA_PERCENT,
+    "measured_steps": meter.MEASURED_STEPS,
+    "first_loss": "first_loss",
+    "loss": meter.LOSS,
+    "validation_loss": meter.VALIDATION_LOSS,
+    "tokens_seen": meter.TOKENS_SEEN,
+    "skipped_steps": meter.SKIPPED_STEPS,
+    "flops_per_token": "flops_per_token",
+    "compile_seconds": "compile/seconds",
+    "train_seconds": meter.TRAIN_SECONDS,
+    "paused_seconds": meter.PAUSED_SECONDS,
+}
+
+
 def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
     """Speed, memory and losses, from a result's summary or from the latest row of a running attempt."""
+    columns = {name: metrics.get(entry) for name, entry in _OF_METRICS.items()}
     # Rows of metrics have a separate key for the median; in a summary the only value is the median.
-    step_seconds = metrics.get(meter.STEP_SECONDS_MEDIAN, metrics.get(meter.STEP_SECONDS))
-    per_device = metrics.get(meter.TOKENS_PER_SECOND)
-    peak, formula = metrics.get("peak_tflops"), metrics.get("flops_convention")
-    convention = None
+    columns["step_seconds"] = metrics.get(meter.STEP_SECONDS_MEDIAN, metrics.get(meter.STEP_SECONDS))
+    per_device = columns["tokens_per_second"]
+    columns["tokens_per_second_all"] = None if per_device is None else per_device * world
+    peak, formula, convention = metrics.get("peak_tflops"), metrics.get("flops_convention"), None
     if peak is not None and formula is not None:
         source = metrics.get("peak_source") or "unknown source"
         convention = f"{formula} FLOPs a token, over {peak:.4g} TFLOP/s ({source})"
@@ -168,29 +189,7 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
     own = metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)"))
     if memory is None or (own is not None and own > memory):
         memory, memory_rank = own, 0 if own is not None and world == 1 else None
-    return {
-        "tokens_per_second": per_device,
-        "tokens_per_second_all": None if per_device is None else per_device * world,
-        "tflops": metrics.get(meter.TFLOPS),
-        "mfu_percent": metrics.get(meter.MFU),
-        "mfu_convention": convention,
-        "step_seconds": step_seconds,
-        "step_seconds_q1": metrics.get(meter.STEP_SECONDS_LOW),
-        "step_seconds_q3": metrics.get(meter.STEP_SECONDS_HIGH),
-        "data_percent": metrics.get(meter.DATA_PERCENT),
-        "measured_steps": metrics.get(meter.MEASURED_STEPS),
-        "memory_gib": memory,
-        "memory_rank": memory_rank,
-        "first_loss": metrics.get("first_loss"),
-        "loss": metrics.get(meter.LOSS),
-        "validation_loss": metrics.get(meter.VALIDATION_LOSS),
-        "tokens_seen": metrics.get(meter.TOKENS_SEEN),
-        "skipped_steps": metrics.get(meter.SKIPPED_STEPS),
-        "flops_per_token": metrics.get("flops_per_token"),
-        "compile_seconds": metrics.get("compile/seconds"),
-        "train_seconds": metrics.get(meter.TRAIN_SECONDS),
-        "paused_seconds": metrics.get(meter.PAUSED_SECONDS),
-    }
+    return {**columns, "mfu_convention": convention, "memory_gib": memory, "memory_rank": memory_rank}
 
 
 def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,7 +239,6 @@ class SweepTable:
     sweep: SweepFolder
     code: str | None = None
     estimates: bool = False
-    _estimates: dict[str, dict[str, Any]] = field(default_factory=dict)
     _attempts: dict[tuple[Path, int], _Attempt] = field(default_factory=dict)
 
     def rows(self, states: States | None = None) -> list[dict[str, Any]]:
@@ -279,7 +277,7 @@ class SweepTable:
             facts = self._facts(run, point, job, known.get((job[0].token, job[1])) if job else None)
         except Exception as error:
             # Catch everything: one damaged folder must not hide the others.
-            cause = " ".join(str(error).split()) or type(error).__name__
+            cause = _said(error)
             if not isinstance(error, TitanlabError):
                 cause = f"its files cannot be understood ({type(error).__name__}: {cause})"
             facts = {"state": "unreadable", "cause": cause}
@@ -322,7 +320,7 @@ class SweepTable:
                 "queue_reason": job_state.reason if job_state and is_waiting else None,
                 "scheduler_state": job_state.raw if job_state and launcher.has_scheduler else None,
             }
-        kept = point.get("estimate") or (self._late_estimate(config) if self.estimates else None)
+        kept = point.get("estimate") or (_late_estimate(config) if self.estimates else None)
         facts |= estimate_columns(kept, facts["layout.label"])
         if env is not None:
             facts["started"] = env.get("time")
@@ -352,20 +350,9 @@ class SweepTable:
             self._attempts[key] = config, env, made_by
         return self._attempts[key]
 
-    def _late_estimate(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The estimate of a frozen recipe; equal recipes are estimated once."""
-        key = json.dumps({name: value for name, value in config.items() if name not in _IRRELEVANT}, sort_keys=True)
-        if key not in self._estimates:
-            if len(self._estimates) >= _MOST_RECIPES:
-                return {"note": _TOO_MANY}
-            from titanlab.recipe import from_mapping
 
-            try:
-                self._estimates[key] = estimate_values(from_mapping(config))
-            except (TitanlabError, LookupError, TypeError, ValueError) as error:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                self._estimates[key] = {"note": f"its recipe cannot be read ({reason})"}
-        return self._estimates[key]
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _names(run: RunFolder) -> dict[str, Any]:
@@ -382,15 +369,7 @@ def _values(point: Mapping[str, Any]) -> dict[str, Any]:
 
 PREFIX = "estimate."
 FIGURES = ("step_seconds", "tokens_per_second", "memory_gib")
-# Reading this many recipes takes about three seconds.
-_MOST_RECIPES = 80
-_TOO_MANY = f"not kept when it was submitted; of older sweeps only {_MOST_RECIPES} recipes are estimated"
 _OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
-# Parts of a recipe that do not change the estimate.
-_IRRELEVANT = (
-    *("name", "sweep", "repeat", "seed", "runs", "notes"),
-    *("tracker", "launch", "checkpoint", "profiler", "init_from", "init_from_exclude"),
-)
 
 
 def estimated(recipe: Recipe) -> Estimate | str:
@@ -424,6 +403,16 @@ def estimate_values(recipe: Recipe) -> dict[str, Any]:
         "tokens_per_second": recipe.tokens_per_step / seconds / recipe.layout.world if seconds > 0 else None,
         "memory_gib": answer.reserved_bytes / 2**30,
     }
+
+
+def _late_estimate(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The estimate of a frozen recipe."""
+    from titanlab.recipe import from_mapping
+
+    try:
+        return estimate_values(from_mapping(config))
+    except (TitanlabError, LookupError, TypeError, ValueError) as error:
+        return {"note": f"its recipe cannot be read ({_said(error)})"}
 
 
 def estimate_columns(kept: Mapping[str, Any] | None, layout: str | None) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import math
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,27 +119,28 @@ def differing(
 def _points(space: Any, place: str) -> list[Values]:
     word, inner = _read(space, place)
     at = f"{place}.{word}"
+    if isinstance(inner, Mapping) and word in _OF_POINTS:
+        _check_names(inner, at)
+        return [dict(inner)]
     if isinstance(inner, Mapping):
-        if word in _OF_POINTS:
-            return [dict(inner)]
+        _check_values(inner, word, at)
         parts: list[list[Values]] = [[{key: value} for value in values] for key, values in inner.items()]
         names = list(inner)
     else:
-        items = _items(word, inner, place)
-        parts = [_points(item, where) for item, where in items]
-        names = [where.rpartition(".")[2] for _, where in items]
+        names = [f"{word}[{number}]" for number in range(len(inner))]
+        places = [f"{place}.{name}" for name in names]
+        parts = [_points(_item(item, word, each), each) for item, each in zip(inner, places, strict=True)]
     # Check the number of points before they are created.
     sizes = [len(part) for part in parts]
     size = math.prod(sizes) if word == "product" else max(sizes) if word == "zip" else sum(sizes)
     if size > LIMIT:
         raise ConfigError(place, size, f"are more points than {LIMIT}", "take some values out")
-    if word in _OF_POINTS:
-        points = [point for part in parts for point in part]
-        if word == "list":
-            return points
+    if word == "list":
+        return list(itertools.chain(*parts))
+    if word == "stack":
         # A step keeps the values of the steps before it.
         steps: list[Values] = []
-        for point in points:
+        for point in itertools.chain(*parts):
             steps.append({**(steps[-1] if steps else {}), **point})
         return steps
     if word == "zip":
@@ -147,8 +148,8 @@ def _points(space: Any, place: str) -> list[Values]:
             if len(part) != len(parts[0]):
                 rule = f"pairs {names[0]}, which has {len(parts[0])} values, with {name}, which has {len(part)}"
                 raise ConfigError(at, len(part), rule, "give as many to both, or use product")
-        return [_joined(points, at) for points in zip(*parts, strict=True)]
-    return [_joined(points, at) for points in itertools.product(*parts)]
+    together = zip(*parts, strict=True) if word == "zip" else itertools.product(*parts)
+    return [_joined(points, at) for points in together]
 
 
 def _read(space: Any, place: str) -> tuple[str, Any]:
@@ -156,73 +157,65 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
     if not isinstance(space, Mapping):
         raise ConfigError(place, space, f"is not a space, which is a mapping with one of {', '.join(WORDS)}", _EXAMPLE)
     words = [word for word in WORDS if word in space]
-    if len(space) != 1 or not words:
-        if words:
-            rule = f"has {' and '.join(map(str, space))} side by side, but a space has only one key"
-            raise ConfigError(place, ", ".join(map(str, space)), rule, f"write product: [{{{words[0]}: …}}, …]")
+    keys = ", ".join(map(str, space)) or "{}"
+    if not words:
         near = [close for key in space for close in difflib.get_close_matches(str(key), WORDS, n=1)]
         cure = f"did you mean {near[0]}?" if near else _EXAMPLE
-        rule = f"has no word of a space: {', '.join(WORDS)}"
-        raise ConfigError(place, ", ".join(map(str, space)) or "{}", rule, cure)
+        raise ConfigError(place, keys, f"has no word of a space: {', '.join(WORDS)}", cure)
+    if len(space) != 1:
+        rule = f"has {' and '.join(map(str, space))} side by side, but a space has only one key"
+        raise ConfigError(place, keys, rule, f"write product: [{{{words[0]}: …}}, …]")
     word, inner = words[0], space[words[0]]
-    at = f"{place}.{word}"
-    if isinstance(inner, Mapping):
-        _check_mapping(inner, word, at)
-    elif not isinstance(inner, list):
-        raise ConfigError(at, inner, "takes a mapping, or a list of spaces", _EXAMPLE)
-    elif not inner:
-        raise ConfigError(at, "[]", "has no point", _EXAMPLE)
+    if not isinstance(inner, Mapping | list):
+        raise ConfigError(f"{place}.{word}", inner, "takes a mapping, or a list of spaces", _EXAMPLE)
+    if not inner and not (isinstance(inner, Mapping) and word in _OF_POINTS):
+        rule = "has no key" if isinstance(inner, Mapping) else "has no point"
+        raise ConfigError(f"{place}.{word}", inner, rule, _EXAMPLE)
     return word, inner
 
 
-def _items(word: str, inner: Sequence[Any], place: str) -> list[tuple[Any, str]]:
-    """The items of a list as spaces, and the place of each for messages."""
-    items = []
-    for number, item in enumerate(inner):
-        at = f"{place}.{word}[{number}]"
-        if not isinstance(item, Mapping):
-            cure = "write {key: value}" if word in _OF_POINTS else "write {key: [values]}"
-            raise ConfigError(at, item, "is neither a space nor a mapping of keys", cure)
-        items.append((item if any(name in item for name in WORDS) else {word: item}, at))
-    return items
+def _item(item: Any, word: str, at: str) -> Mapping[Any, Any]:
+    """An item of a list as a space: without a word, it has the word of its list."""
+    if not isinstance(item, Mapping):
+        cure = "write {key: value}" if word in _OF_POINTS else "write {key: [values]}"
+        raise ConfigError(at, item, "is neither a space nor a mapping of keys", cure)
+    return item if any(name in item for name in WORDS) else {word: item}
 
 
-def _check_mapping(inner: Mapping[Any, Any], word: str, at: str) -> None:
-    if not inner and word not in _OF_POINTS:
-        raise ConfigError(at, "{}", "has no key", _EXAMPLE)
+def _check_names(names: Iterable[Any], at: str) -> None:
+    for name in names:
+        if not isinstance(name, str) or not name.strip():
+            raise ConfigError(at, name, "is not a key of a recipe", "write keys as text, such as training.seq_len")
+
+
+def _check_values(inner: Mapping[Any, Any], word: str, at: str) -> None:
+    _check_names(inner, at)
     for key, values in inner.items():
-        if not isinstance(key, str) or not key.strip():
-            raise ConfigError(at, key, "is not a key of a recipe", "write keys as text, such as training.seq_len")
-        if word in _OF_POINTS:
-            continue
         where = f"{at}.{key}"
         if not isinstance(values, list):
             raise ConfigError(where, values, "must be a list of values", f"write {key}: [{values}]")
         if not values:
             raise ConfigError(where, "[]", "has no value", "give some, or leave the key out")
-        known: set[str] = set()
-        for value in values:
-            # In a zip, a value may occur twice with different partners.
-            if canonical_text(value) in known and word != "zip":
-                raise ConfigError(where, value, "occurs twice", "take one out; `repeats` runs a point several times")
-            known.add(canonical_text(value))
+        # In a zip, a value may occur twice with different partners.
+        counts = Counter(map(canonical_text, values))
+        twice = [value for value in values if counts[canonical_text(value)] > 1]
+        if twice and word != "zip":
+            raise ConfigError(where, twice[0], "occurs twice", "take one out; `repeats` runs a point several times")
 
 
 def _joined(points: Sequence[Values], at: str) -> Values:
     """One point from several parts, which must set different keys."""
     joined: dict[str, Any] = {}
     for point in points:
-        for key, value in point.items():
-            if key in joined:
-                raise ConfigError(at, key, "is set by two parts of one point", "set it in one of them")
-            joined[key] = value
+        for key in joined.keys() & point.keys():
+            raise ConfigError(at, key, "is set by two parts of one point", "set it in one of them")
+        joined.update(point)
     return joined
 
 
 WHERE = "where"
 """The key of an error in a condition."""
 _KEY = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_LENGTH = 1000  # characters; no user writes a longer condition
 _CURE = "write a condition such as parallelism.tensor <= 8 and precision == 'bf16'"
 _COMPARISONS: Mapping[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -246,19 +239,9 @@ _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = {
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs, "len": len}
 # The names of constants in YAML.
 _WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None}
-_MEANT = {
-    ast.Call: "calls a function that is not min, max, abs or len",
-    ast.Attribute: "reads an attribute of something that is not a key",
-    ast.Lambda: "makes a function",
-    ast.Subscript: "takes an item of something",
-    ast.Pow: "has a power",
-    ast.Is: "has `is`: write ==",
-    ast.IsNot: "has `is not`: write !=",
-}
-
 
 Look = Callable[[str], Any]
-"""The value of a key."""
+"""The value of a key; raises KeyError if the recipe has no such key."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +260,11 @@ class Expression:
         """
         try:
             result = self._compute(look)
+        except KeyError as error:
+            name = str(error.args[0])
+            option = look(group := name.partition(".")[0])
+            rule = f"asks for {name}, which {label} does not have: its {group} is {option}"
+            raise ConfigError(WHERE, self.text, rule, f"ask first: {group} != {option!r} or …") from None
         except (TypeError, ValueError, ArithmeticError) as error:
             rule = f"cannot be computed for {label} ({' '.join(str(error).split())})"
             raise ConfigError(WHERE, self.text, rule, "compare numbers with numbers and texts with texts") from error
@@ -294,8 +282,6 @@ def read_expression(text: Any) -> Expression:
     """
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(WHERE, text, "is not a condition", _CURE)
-    if len(text) > _LENGTH:
-        raise ConfigError(WHERE, text, f"has {len(text)} characters, and {_LENGTH} are enough", "write several")
     names: list[str] = []
     try:
         compute = _compiled(ast.parse(text.strip(), mode="eval").body, text, names)
@@ -362,7 +348,9 @@ def _compiled(node: ast.expr, text: str, names: list[str]) -> Callable[[Look], A
     # Name the operator that is refused, if there is one: it says more than the expression.
     operators = [getattr(node, "op", None), *getattr(node, "ops", ())]
     refused = next((op for op in operators if op and type(op) not in {**_COMPARISONS, **_ARITHMETIC}), node)
-    rule = _MEANT.get(type(refused), f"contains {type(refused).__name__}, which a condition may not contain")
+    rule = f"contains {type(refused).__name__}, which a condition may not contain"
+    if isinstance(node, ast.Call):
+        rule = "calls a function that is not min, max, abs or len"
     raise ConfigError(WHERE, text, rule, _CURE)
 
 
@@ -452,19 +440,10 @@ def starting_order(points: Sequence[SweepPoint]) -> list[int]:
             rounds.append([])
         rounds[seen[recipe]].append(number)
         seen[recipe] += 1
-    order: list[int] = []
-    # Where each round ends in the order.
-    ends = [0]
-    for index, numbers in enumerate(rounds):
-        order += reversed(numbers) if index % 2 else numbers
-        ends.append(len(order))
+    order = [number for index, numbers in enumerate(rounds) for number in numbers[:: -1 if index % 2 else 1]]
     controls = [number for number, point in enumerate(points) if point.is_control]
-    if not controls:
-        return order
-    # The control comes first, last, and at equal distances: between rounds, if that fits their number.
-    if len(controls) != len(ends):
-        ends = [len(order) * index // max(1, len(controls) - 1) for index in range(len(controls))]
-    placed: list[int] = []
-    for control, start, end in zip(controls, ends, [*ends[1:], len(order)], strict=True):
-        placed += [control, *order[start:end]]
-    return placed
+    # The control comes first, last, and at equal distances, which is between the rounds of whole repeats.
+    size = len(order)
+    for index, control in reversed(list(enumerate(controls))):
+        order.insert(size * index // max(1, len(controls) - 1), control)
+    return order

@@ -6,6 +6,7 @@ continues from the parts that exist. The plan of a submission is text or plain v
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titanlab.checkpoint import parent_of
 from titanlab.distributed import Host, check_host, this_host
@@ -55,19 +56,26 @@ class QueuedRun:
     """A run to be put into a queue.
 
     Attributes:
-        changes: the groups and values of its recipe that the job replaces.
+        changes: the groups and values of its frozen recipe that the job replaces.
         outcome: of the run until now; None: it has none.
     """
 
     run: str
-    shape: JobShape
-    launch: LaunchConfig
+    recipe: Recipe
     changes: Mapping[str, Any] = field(default_factory=dict)
     outcome: str | None = None
 
+    @functools.cached_property
+    def shape(self) -> JobShape:
+        return shape_of(self.recipe)
+
+    @property
+    def launch(self) -> LaunchConfig:
+        return launch_of(self.recipe)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class Decision(QueuedRun):
     """The action for one run of a study.
 
     Attributes:
@@ -75,19 +83,10 @@ class Decision:
     """
 
     planned: PlannedRun
-    run_name: str
     action: str
-    outcome: str | None
-    shape: JobShape
-
-    @property
-    def job(self) -> QueuedRun:
-        """The job that a submission puts into the queue."""
-        return QueuedRun(run=self.run_name, shape=self.shape, launch=launch_of(self.planned.recipe))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Submitted:
+class Submitted(NamedTuple):
     """The result of a submission."""
 
     folder: SweepFolder
@@ -95,39 +94,51 @@ class Submitted:
     submissions: tuple[Submission, ...]
 
 
-def checked(recipe: Recipe, here: Callable[[], Host] | None = None, *, elsewhere: bool = False) -> Recipe:
-    """The resolved recipe of a job, after every check that needs no data.
+def machine_of(recipe: Recipe, here: Callable[[], Host]) -> tuple[str, str]:
+    """The accelerator and the device for which a job is resolved: of this host, or of the cluster on which it runs.
+
+    Raises:
+        ConfigError: the cluster does not describe its nodes.
+    """
+    if recipe.launch.runs_here:
+        host = here()
+        return host.accelerator, host.device
+    check_cluster(recipe.cluster, recipe.launch)
+    return recipe.cluster.accelerator, recipe.cluster.device or "cpu"
+
+
+def check_resolved(recipe: Recipe, here: Callable[[], Host], *, elsewhere: bool = False) -> None:
+    """Check a resolved recipe in everything but its data.
 
     Args:
-        here: looks at this host; None: `this_host`.
         elsewhere: the job is not for this host, whose devices and memory do not matter.
+    """
+    check_all_but_data(recipe)
+    if recipe.launch.runs_here and not elsewhere:
+        host, cluster, processes = here(), recipe.cluster, recipe.layout.world
+        check_host(host, accelerator=cluster.accelerator, device=cluster.device, processes=processes)
+        check_host_memory(recipe, host, processes=processes)
+
+
+def checked(recipe: Recipe) -> Recipe:
+    """The resolved recipe of a job, after every check that needs no data.
 
     Raises:
         ConfigError: a rule is broken.
     """
-    if not recipe.launch.runs_here:
-        # The job will run on other hosts: do not use the devices of this one.
-        check_cluster(recipe.cluster, recipe.launch)
-        device = recipe.cluster.device or "cpu"
-        recipe = resolve(recipe, world=None, accelerator=recipe.cluster.accelerator, device=device)
-        check_all_but_data(recipe)
-        return recipe
-    host = (here or this_host)()
-    recipe = resolve(recipe, world=None, accelerator=host.accelerator, device=host.device)
-    check_all_but_data(recipe)
-    if not elsewhere:
-        cluster, processes = recipe.cluster, recipe.layout.world
-        check_host(host, accelerator=cluster.accelerator, device=cluster.device, processes=processes)
-        check_host_memory(recipe, host, processes=processes)
+    here = functools.cache(this_host)
+    accelerator, device = machine_of(recipe, here)
+    recipe = resolve(recipe, world=None, accelerator=accelerator, device=device)
+    check_resolved(recipe, here)
     return recipe
 
 
-def check_jobs(jobs: Sequence[tuple[LaunchConfig, JobShape]], *, submits: bool = True) -> None:
+def check_jobs(jobs: Sequence[QueuedRun], *, submits: bool = True) -> None:
     """Check that each launcher can take its jobs; without `submits`, skip launchers that are not installed."""
-    for kind in dict.fromkeys(launch.kind for launch, _ in jobs):
+    for kind in dict.fromkeys(job.launch.kind for job in jobs):
         launcher = launcher_named(kind)
         if submits or launcher.is_here():
-            launcher.check([job for job in jobs if job[0].kind == kind])
+            launcher.check([(job.launch, job.shape) for job in jobs if job.launch.kind == kind])
 
 
 def check_folder(folder: Path, launches: Iterable[LaunchConfig]) -> None:
@@ -169,10 +180,10 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
         submits: whether the jobs will be submitted from this host; if not, launchers need not be installed.
         answered: whether the launchers can be asked; if not, checks that need them are skipped.
     """
-    jobs = [(launch_of(planned.recipe), shape_of(planned.recipe)) for planned in study.planned]
+    jobs = [QueuedRun(run=planned.recipe.name, recipe=planned.recipe) for planned in study.planned]
     folder = folder_of(study)
     _check_name(folder, study)
-    check_folder(folder.path, (launch for launch, _ in jobs))
+    check_folder(folder.path, (job.launch for job in jobs))
     if answered:
         check_jobs(jobs, submits=submits)
 
@@ -222,8 +233,7 @@ def _decided(study: Study, folder: SweepFolder, states: States, *, force: bool) 
         action, outcome = ("submit", None) if run is None else standing(run, jobs.get(name), states)
         if force and action in ("done", "ended"):
             action = "submit"
-        shape = shape_of(planned.recipe)
-        decisions.append(Decision(planned=planned, run_name=name, action=action, outcome=outcome, shape=shape))
+        decisions.append(Decision(run=name, recipe=planned.recipe, outcome=outcome, planned=planned, action=action))
     return decisions
 
 
@@ -244,7 +254,7 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
         order = starting_order([decision.planned.point for decision in decisions])
         missing = [decisions[number] for number in order if decisions[number].action == "submit"]
         for decision in missing:
-            run, recipe = folder.run(decision.run_name), decision.planned.recipe
+            run, recipe = folder.run(decision.run), decision.recipe
             if force and decision.outcome is not None and run.path.exists():
                 supersede(folder, run)
             create_run(
@@ -256,9 +266,9 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
                 parent=parent_of(recipe.checkpoint.load_from),
             )
         _write(folder, study, decisions)
-        submitted = enqueue(folder, [decision.job for decision in missing], report)
+        submitted = enqueue(folder, missing, report)
     wake(folder)
-    return Submitted(folder=folder, decisions=tuple(decisions), submissions=tuple(submitted))
+    return Submitted(folder, tuple(decisions), tuple(submitted))
 
 
 def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> None:
@@ -268,9 +278,7 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
         control = {"control": True} if point.is_control else {}
         return {"point": dict(point.values), "repeat": point.repeat, "run": run, "dropped": None, **control, **facts}
 
-    points = [
-        row_of(each.planned.point, each.run_name, estimate=estimate_values(each.planned.recipe)) for each in decisions
-    ]
+    points = [row_of(each.planned.point, each.run, estimate=estimate_values(each.recipe)) for each in decisions]
     now = {point["run"] for point in points}
     points += [row_of(drop.point, None, dropped={"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
     earlier = [row for row in folder.points() if row.get("run") and row["run"] not in now]
@@ -422,13 +430,13 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
         lines.append(_resources(submitted, answered=answered))
     over = [decision for decision in decisions if decision.action in ("done", "ended")]
     if over:
-        folder = SweepFolder(user_path(over[0].planned.recipe.runs) / study.name)
+        folder = SweepFolder(user_path(over[0].recipe.runs) / study.name)
         sweep = sweep_argument(folder.path)
         lacking = Counter(
             kind
             for decision in over
-            for kind, config in decision.planned.recipe.tracker.parts().items()
-            if config.for_rebuild(1) is not None and not has_tracker(folder.run(decision.run_name), config.kind)
+            for kind, config in decision.recipe.tracker.parts().items()
+            if config.for_rebuild(1) is not None and not has_tracker(folder.run(decision.run), config.kind)
         )
         lines += [
             f"{counted(count, 'run')} ended without tracker={kind}; to write its files from metrics.jsonl: "
@@ -445,7 +453,7 @@ def plan_lines(study: Study, decisions: Sequence[Decision], *, answered: bool = 
 
 
 def _cells(decision: Decision) -> tuple[str, ...]:
-    shape, recipe = decision.shape, decision.planned.recipe
+    shape, recipe = decision.shape, decision.recipe
     action = decision.outcome if decision.action == "ended" and decision.outcome else decision.action
     hours = memory = checkpoint = ""
     estimate = estimated(recipe)
@@ -456,7 +464,7 @@ def _cells(decision: Decision) -> tuple[str, ...]:
             for value in (estimate.hours, estimate.checkpoint_bytes / 1e9)
         )
     return (
-        decision.run_name,
+        decision.run,
         recipe.layout.label,
         str(shape.processes),
         "" if recipe.launch.runs_here else str(shape.nodes),
@@ -472,10 +480,10 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
     """Jobs, processes, nodes and GPU-hours of the runs that will be submitted."""
     shapes = [decision.shape for decision in submitted]
     parts = [f"{counted(sum(shape.processes for shape in shapes), 'process', 'processes')} in all"]
-    if not all(decision.planned.recipe.launch.runs_here for decision in submitted):
+    if not all(decision.recipe.launch.runs_here for decision in submitted):
         parts += [
             counted(sum(shape.nodes for shape in shapes), "node"),
-            counted(len(list(arrays([decision.job for decision in submitted], answered=answered))), "array"),
+            counted(len(list(arrays(submitted, answered=answered))), "array"),
         ]
     gpus = sum(shape.gpus_per_node * shape.nodes for shape in shapes)
     if gpus:
@@ -483,7 +491,7 @@ def _resources(submitted: Sequence[Decision], *, answered: bool) -> str:
         known = [value for value in hours if value is not None]
         total = f"{sum(known):,.1f}" if len(known) == len(hours) else "no limit to the"
         parts += [counted(gpus, "GPU"), f"{total} GPU-hours asked for"]
-        estimates = [estimated(decision.planned.recipe) for decision in submitted]
+        estimates = [estimated(decision.recipe) for decision in submitted]
         used = [
             estimate.hours * shape.processes
             for estimate, shape in zip(estimates, shapes, strict=True)
@@ -498,14 +506,14 @@ def plan_values(study: Study, decisions: Sequence[Decision]) -> dict[str, Any]:
     """The content of `plan_lines` as plain values."""
     runs = []
     for decision in decisions:
-        point, estimate = decision.planned.point, estimated(decision.planned.recipe)
+        point, estimate = decision.planned.point, estimated(decision.recipe)
         runs.append(
             {
-                "run": decision.run_name,
+                "run": decision.run,
                 "point": dict(point.values),
                 "repeat": point.repeat,
                 "control": point.is_control,
-                "layout": decision.planned.recipe.layout.label,
+                "layout": decision.recipe.layout.label,
                 "action": decision.action,
                 "outcome": decision.outcome,
                 "shape": decision.shape.to_mapping(),

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from titanlab.launch import may_work
-from titanlab.records import OutcomeKind, RunFolder
+from titanlab.records import OutcomeKind, RunFolder, Status
 from titanlab.sweep import listing
 from titanlab.sweep.listing import Row
 from titanlab.sweep.ranking import drift_lines
 from titanlab.sweep.reconcile import ACTIVE
 from titanlab.sweep.rows import look_at
 from titanlab.sweep.sweep_folder import SweepFolder
-from titanlab.system import counted, discard, harmless, levelled, sweep_argument
+from titanlab.system import aligned, counted, discard, harmless, sweep_argument
 from titanlab.techniques.tracker.wandb import is_uploaded, offline_files
 from titanlab.train import is_due
 
@@ -29,7 +29,6 @@ _COLOURS: Mapping[str, str] = {"good": "green", "busy": "cyan", "idle": "dim", "
 _DROPPED_FIRST = ("", "layout", "GiB", "MFU", "left")
 _LEAST_NAME = 20
 _HASH = 9  # letters of a hash with its dash
-_GAP = "  "
 # Lines of the live view besides the rows of runs: headings, counts, prompt.
 _FRAME_LINES = 6
 _LIVE_CAUSES = 5
@@ -138,7 +137,7 @@ class Screen:
             shown = [shown[place] for place in sorted(places[:room])]
         parts = [Text(name, style="bold")]
         if shown:
-            parts.append(_table(shown, columns, self._clock()))
+            parts += _table(shown, columns, self._clock())
         if left_out:
             parts.append(Text(f"… and {counted(left_out, 'run')} more", style="dim"))
         if height is None:
@@ -166,46 +165,34 @@ def settled(rows: Sequence[Row]) -> bool:
     return not any(row["state"] in (*ACTIVE, "queued") for row in rows)
 
 
-def _table(rows: Sequence[Row], columns: int, now: float) -> Any:
-    from rich.table import Table
+def _table(rows: Sequence[Row], columns: int, now: float) -> list[Any]:
+    """The lines of the table: without empty columns and those that do not fit, and then with shorter names."""
     from rich.text import Text
 
-    lines = levelled([listing.cells(row, now=now) for row in rows])
-    kept = _fitting(lines, columns)
-    table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
-    for place, width in kept.items():
-        heading = listing.HEADINGS[place]
-        side = "right" if heading in listing.FIGURES else "left"
-        table.add_column(heading, justify=side, no_wrap=True, overflow="ellipsis", width=width)  # type: ignore[arg-type]
-    state, name = listing.HEADINGS.index("state"), listing.HEADINGS.index("run")
-    for row, line in zip(rows, lines, strict=True):
-        if len(line[name]) > kept[name]:
+    lines = [dict(zip(listing.HEADINGS, listing.cells(row, now=now), strict=True)) for row in rows]
+
+    def drawn() -> list[str]:
+        return aligned(listing.HEADINGS, [list(line.values()) for line in lines], right=listing.FIGURES)
+
+    longest = max(len(line["run"]) for line in lines)
+    most = columns + max(0, longest - _LEAST_NAME)
+    for dropped in _DROPPED_FIRST:
+        if max(map(len, drawn())) > most:
+            for line in lines:
+                line[dropped] = ""
+    width = max(_LEAST_NAME, longest + min(0, columns - max(map(len, drawn()))))
+    for line in lines:
+        if len(line["run"]) > width:
             # Cut the middle: the hash at the end distinguishes runs.
-            line[name] = f"{line[name][: kept[name] - _HASH - 1]}…{line[name][-_HASH:]}"
-        colour = _COLOURS[listing.state_tone(row)]
-        table.add_row(*(Text(line[place], style=colour if place == state else "") for place in kept))
-    return table
-
-
-def _fitting(lines: Sequence[Sequence[str]], columns: int) -> dict[int, int]:
-    """The columns that fit, with their widths: drop empty ones, then the least important, then shorten names."""
-    headings = listing.HEADINGS
-    widths = {
-        place: max(len(line[place]) for line in [headings, *lines])
-        for place in range(len(headings))
-        if any(line[place] for line in lines)
-    }
-
-    def excess() -> int:
-        return sum(width + len(_GAP) for width in widths.values()) - len(_GAP) - columns
-
-    name = headings.index("run")
-    for heading in _DROPPED_FIRST:
-        place = headings.index(heading)
-        if excess() > max(0, widths[name] - _LEAST_NAME) and place in widths:
-            del widths[place]
-    widths[name] = max(min(widths[name], _LEAST_NAME), widths[name] - max(0, excess()))
-    return widths
+            line["run"] = f"{line['run'][: width - _HASH - 1]}…{line['run'][-_HASH:]}"
+    heading, *others = drawn()
+    texts = [Text(heading, style="bold"), *map(Text, others)]
+    start = heading.index("state")
+    for row, text in zip(rows, texts[1:], strict=True):
+        text.stylize(_COLOURS[listing.state_tone(row)], start, start + len(listing.state_word(row)))
+    for text in texts:
+        text.truncate(columns, overflow="ellipsis")
+    return texts
 
 
 def follow(folder: SweepFolder) -> list[dict[str, Any]]:
@@ -271,25 +258,25 @@ class RunWatch:
             return True, ""
         status = self._run.known_status()
         # A job may put itself back into the queue after an automatic end.
-        automatic = [kind.value for kind in OutcomeKind if kind.automatic]
-        if status is not None and status.state == "ended" and status.outcome not in automatic:
+        if status is not None and status.state == "ended" and not OutcomeKind(status.outcome or "crash").automatic:
             return False, f"ended: {status.outcome}"
-        if self._clock() < self._due:
-            return self._last
-        self._due = self._clock() + _LOOK_SECONDS
-        name = self._run.path.name
-        row = next((row for row in self._look() if row["run"] == name and row["state"] != "dropped"), None)
-        if row is None:
-            self._last = False, "is not in its sweep any more"
-        elif row["state"] == "queued":
-            self._last = True, "waits in the queue" + (f": {row['queue_reason']}" if row["queue_reason"] else "")
-        elif row["state"] == "prepared":
-            self._last = False, "nobody has started it"
-        elif row["state"] in ACTIVE:
-            # A live process of this host may have written nothing for long, and its file system may have no locks.
-            seconds = _SILENT_SECONDS
-            goes_on = row["job_id"] is not None or may_work(status, silent_seconds=seconds, here_seconds=seconds)
-            self._last = goes_on, "" if goes_on else "nobody works on it any more, and it left no result"
-        else:
-            self._last = False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
+        if self._clock() >= self._due:
+            self._due = self._clock() + _LOOK_SECONDS
+            self._last = self._by_row(status)
         return self._last
+
+    def _by_row(self, status: Status | None) -> tuple[bool, str]:
+        rows = (row for row in self._look() if row["run"] == self._run.path.name and row["state"] != "dropped")
+        row = next(rows, None)
+        if row is None:
+            return False, "is not in its sweep any more"
+        if row["state"] == "queued":
+            return True, "waits in the queue" + (f": {row['queue_reason']}" if row["queue_reason"] else "")
+        if row["state"] == "prepared":
+            return False, "nobody has started it"
+        if row["state"] not in ACTIVE:
+            return False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
+        # A live process of this host may have written nothing for long, and its file system may have no locks.
+        if row["job_id"] is not None or may_work(status, silent_seconds=_SILENT_SECONDS, here_seconds=_SILENT_SECONDS):
+            return True, ""
+        return False, "nobody works on it any more, and it left no result"

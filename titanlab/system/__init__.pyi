@@ -53,7 +53,6 @@ from .text import fail as fail
 from .text import grouped as grouped
 from .text import harmless as harmless
 from .text import harmless_lines as harmless_lines
-from .text import levelled as levelled
 from .text import ok as ok
 from .text import short as short
 from .text import short_span as short_span

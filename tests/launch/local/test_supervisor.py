@@ -63,7 +63,7 @@ def test_jobs_run_in_order_and_a_large_one_waits_for_room(stub, tmp_path, monkey
     assert [new.shape.processes for new in submitted.submissions] == [1, 2]
     until(lambda: over(submitted.folder))
     rows = ran(submitted.folder)
-    names = [each.run_name for each in submitted.decisions]
+    names = [each.run for each in submitted.decisions]
     # One process for all ranks of a job.
     assert sorted(row[:3] for row in rows) == sorted([name, "0", "1"] for name in names)
     first = {row[0]: float(row[6]) for row in rows}
@@ -117,7 +117,7 @@ def test_cancelled_jobs_end_or_do_not_start(stub, tmp_path):
     submitted = submit(wanted, quiet)
     folder = submitted.folder
     until(lambda: "running" in states(folder))
-    first, second, third = (each.run_name for each in submitted.decisions)
+    first, second, third = (each.run for each in submitted.decisions)
     done = cancel(folder, quiet, names=[third])
     assert (done.stopping, done.withdrawn) == ([], [third])
     assert folder.run(third).result().kind is OutcomeKind.CANCELLED

@@ -115,8 +115,8 @@ def test_hydra_is_asked_once_for_an_option_and_not_for_a_point(monkeypatch):
     composer = Composer(made, points)
     recipes = [composer.recipe(point) for point in points]
     assert [recipe.precision.kind for recipe in recipes] == [point["precision"] for point in points]
-    # One composition shows an option of every group.
-    assert len(asked) == len(OPTIONS["parallelism"])
+    # What all share, and each option.
+    assert len(asked) == 1 + len(OPTIONS["parallelism"]) + len(OPTIONS["precision"]) + 3
 
 
 def test_what_an_option_brings_along_is_seen(tmp_path):

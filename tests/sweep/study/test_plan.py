@@ -55,6 +55,8 @@ def test_the_command_line_adds_to_a_files_space(tmp_path):
     ]
     assert {each.recipe.training.steps for each in found.planned} == {5}
     assert found.definition["overrides"] == ["+sweeps=mine", "training.steps=5"]
+    # A name that the user gives is the beginning of each.
+    assert labels(plan(*given, "name=mine"))[0] == "mine-seq_len64-global_batch8"
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,6 @@ def test_the_command_line_adds_to_a_files_space(tmp_path):
     [
         ((), None, {"breakdown"}),
         (("profiler=off",), None, {"off"}),
-        (("profiler=trace",), None, {"trace"}),
-        ((), "off", {"off"}),
         ((), "memory", {"memory"}),
         # A profiler makes no other run.
         (("profiler=off,rates",), None, {"off"}),
@@ -198,25 +198,14 @@ def test_a_control_runs_beside_the_points_and_changes_no_other_run(tmp_path):
     assert len({each.identity.sha256 for each in found.planned}) == 7
 
 
-def test_names_that_the_user_gives_stay():
-    assert labels(plan(*SMALL, "name=mine", "seed=1,2")) == ["mine-seed1", "mine-seed2"]
-
-
-@pytest.mark.parametrize(
-    ("swept", "condition", "left"),
-    [
-        # A file may have numbers as texts, which the composition reads as numbers.
-        ({"seed": ["3", 4]}, "seed == 3", ["3"]),
-        ({"optimizer.lr": ["1e-3", "0.1"]}, "optimizer.lr < 1e-2", ["lr_1e-3"]),
-        # What resolving the recipe would set.
-        ({"training.steps": [20, 1]}, "optimizer.schedule.warmup_steps <= training.steps", ["steps20"]),
-        # A group without an option is equal to no name.
-        ({"seed": [1]}, "recipe != 'x'", ["seed1"]),
-    ],
-)
-def test_conditions_see_values_as_they_will_be(tmp_path, swept, condition, left):
-    given = write_sweep(tmp_path, sweep_text({"product": swept}, node={"where": [condition]}))
-    assert labels(plan(*given)) == left
+def test_conditions_see_values_as_they_will_be(tmp_path):
+    # A file may have numbers as texts, which the composition reads as numbers.
+    swept = {"seed": ["3", 4], "optimizer.lr": ["1e-3", "0.1"], "training.steps": [20, 1]}
+    # Resolving the recipe sets the warm-up; a group without an option is equal to no name.
+    where = ["seed == 3", "optimizer.lr < 1e-2", "optimizer.schedule.warmup_steps <= training.steps", "recipe != 'x'"]
+    assert labels(plan(*write_sweep(tmp_path, sweep_text({"product": swept}, node={"where": where})))) == [
+        "3-lr_1e-3-steps20"
+    ]
 
 
 def test_data_that_is_not_here_may_be_where_the_runs_are(tmp_path):
@@ -275,13 +264,7 @@ def test_runs_that_ended_without_the_tracker_that_is_asked_for_now_are_told(plan
     """A sweep with tracker=wandb was only "6 done already", and wandb never had anything of it."""
     found, decisions = planned(seeds(2))
     asked = [
-        dataclasses.replace(
-            decision,
-            action="done",
-            planned=dataclasses.replace(
-                decision.planned, recipe=dataclasses.replace(decision.planned.recipe, tracker=Wandb())
-            ),
-        )
+        dataclasses.replace(decision, action="done", recipe=dataclasses.replace(decision.recipe, tracker=Wandb()))
         for decision in decisions
     ]
     line = "2 runs ended without tracker=wandb; to write its files from metrics.jsonl: titanlab sync --tracker wandb "

@@ -53,21 +53,6 @@ def test_a_list_of_options_is_one_value():
     assert [point["tracker"] for point in request.points] == [["jsonl", "tensorboard"], "jsonl"]
 
 
-def test_a_file_and_the_command_line_are_multiplied(tmp_path):
-    node = {"where": "seed < 9", "repeats": 2, "control": {"optimizer.lr": 1.0}}
-    arguments = write_sweep(tmp_path, sweep_text({"product": {"seed": [1, 2]}}, node=node))
-    request = read_request([*arguments, "training.seq_len=16,32"])
-    assert [(point["seed"], point["training.seq_len"]) for point in request.points] == [
-        (1, 16),
-        (1, 32),
-        (2, 16),
-        (2, 32),
-    ]
-    assert (request.repeats, request.control, request.option) == (2, {"optimizer.lr": 1.0}, "mine")
-    assert request.definition["where"] == ["seed < 9"]
-    assert request.definition["control"] == {"optimizer.lr": 1.0}
-
-
 def test_a_condition_may_ask_for_the_sweep_and_the_recipe(tmp_path):
     request = read_request([SPACE, "hydra.sweeper.where=['recipe == 3']", "seed=1,2"])
     assert [expression.text for expression in request.where] == ["recipe == 3"]
