@@ -11,9 +11,10 @@ from tests import tiny
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
 from titanlab.distributed import ALONE
-from titanlab.launch import LaunchConfig, Launcher, launcher_named, task, write_submission
+from titanlab.launch import LaunchConfig, Launcher, execute, launcher_named, task, write_submission
 from titanlab.launch import job as rendezvous
 from titanlab.launch.contract import ProcessPlace
+from titanlab.launch.execute import Attempts
 from titanlab.launch.job import Job
 from titanlab.launch.launchers_schema import Local
 from titanlab.launch.slurm.launcher import SlurmLauncher
@@ -244,9 +245,9 @@ class Here(Elsewhere):
 @pytest.mark.parametrize(("config", "hosts"), [(Elsewhere(), ["n1"]), (Here(), []), (Local(), [])])
 def test_a_host_is_remembered_unless_all_jobs_run_on_it(tmp_path, monkeypatch, config, hosts):
     remembered = []
-    monkeypatch.setattr(rendezvous, "default_config", {config.kind: config}.__getitem__)
-    monkeypatch.setattr(rendezvous, "note_bad_host", lambda run, outcome, host: remembered.append(host))
+    monkeypatch.setattr(execute, "default_config", {config.kind: config}.__getitem__)
+    monkeypatch.setattr(execute, "note_bad_host", lambda run, outcome, host: remembered.append(host))
     place = ProcessPlace(launcher=config.kind, job_id="1", raw_job_id="1", ranks=ALONE, nodes=("n1",))
     job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, token="t", index=0)
-    rendezvous.RankGroup(job, print).remember_host(Outcome(kind=OutcomeKind.HANG))
+    Attempts(job.run, None, job=job).remember_host(Outcome(kind=OutcomeKind.HANG))
     assert remembered == hosts

@@ -23,8 +23,7 @@ from types import FrameType
 
 from titanlab.distributed import ALONE, CORES, MEETING, cores, handled_signals
 from titanlab.errors import ConfigError
-from titanlab.launch import processes
-from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, ProcessPlace
+from titanlab.launch.contract import JobKey, JobState, Launcher, ProcessPlace
 from titanlab.launch.evidence import early_end, may_work, printed_lines
 from titanlab.launch.processes import DEVICES, visible_devices
 from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, submissions
@@ -159,9 +158,6 @@ class LocalLauncher(Launcher):
     def place_in(self, environ: Mapping[str, str]) -> ProcessPlace:
         job, ranks = str(os.getpid()), replace(ALONE, started_by=KIND)
         return ProcessPlace(launcher=KIND, job_id=job, raw_job_id=job, ranks=ranks, nodes=(socket.gethostname(),))
-
-    def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
-        return processes.start(folder, attempt=attempt, world=world, logs=logs)
 
 
 def wake(sweep: Path) -> bool:

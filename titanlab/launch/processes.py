@@ -40,7 +40,6 @@ from titanlab.distributed import (
     this_host,
 )
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import Failure
 from titanlab.launch.launchers import given_cores
 from titanlab.launch.launchers_schema import Local
 from titanlab.launch.rank.fork import adopting
@@ -306,21 +305,21 @@ _LOOK_SECONDS = 0.2
 _PIPE_BYTES = 65_536
 
 
-def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
+def start(folder: Path, *, attempt: int, world: int, logs: Path) -> dict[int, int]:
     """Run `titanlab.launch.rank FOLDER` as `world` ranks and wait until they end.
 
     Rank 0 writes to this terminal; the others write to `logs/rank-N.log`. SIGINT, SIGTERM and a scheduler's warnings
     are forwarded: the ranks agree on a step, save, and end.
 
     Returns:
-        the ranks that failed, by rank. Their own records of the failure are in the run's folder.
+        exit codes of the ranks that failed, by rank; -N for signal N. Their own records are in the run's folder.
     """
     first = replace(ALONE, world=world, local_world=world, port=free_port(), started_by=Local.kind)
     if world == 1:
         return start_one(folder, first, attempt=attempt)
     begin, run = time.time(), RunFolder(folder)
     with _stop_requests(run, attempt, first) as escalation:
-        started: RankProcesses | Failure
+        started: RankProcesses | int
         with adopting() as can_fork:
             if can_fork:
                 started = _forked(run, first, attempt, escalation)
@@ -331,14 +330,14 @@ def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure
                     place = replace(first, rank=rank, local_rank=rank)
                     processes |= start_worker(folder, place, attempt, variables=log).started
                 started = RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
-        if isinstance(started, Failure):
-            return [started]
+        if isinstance(started, int):
+            return {0: started}
         return wait_for(started, run, since=begin, escalation=escalation)
 
 
 def start_one(
     folder: Path, ranks: Ranks, *, attempt: int | None = None, config: Mapping[str, Any] | None = None
-) -> list[Failure]:
+) -> dict[int, int]:
     """Run the worker as one given rank; its peers, if it has any, are started elsewhere.
 
     Args:
@@ -371,8 +370,10 @@ def wait_for(
     since: float,
     escalation: Escalation | None = None,
     world: int | None = None,
-) -> list[Failure]:
-    """Wait until the ranks of this host have ended, or end all after the failure of one. Returns those that failed.
+) -> dict[int, int]:
+    """Wait until the ranks of this host have ended, or end all after the failure of one.
+
+    Returns the exit codes of those that failed, by rank.
 
     Args:
         since: seconds since the epoch; older notes of hangs are from earlier attempts.
@@ -402,11 +403,14 @@ def wait_for(
     if failed or hangs:
         # A rank that ended with exit code 0 before the failure or the hang does count.
         counted |= ended.keys() - failed
-    return [Failure(rank=rank, exit_code=code) for rank, code in codes.items() if rank in counted]
+    return {rank: code for rank, code in codes.items() if rank in counted}
 
 
-def _forked(run: RunFolder, first: Ranks, attempt: int, escalation: Escalation) -> RankProcesses | Failure:
-    """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`)."""
+def _forked(run: RunFolder, first: Ranks, attempt: int, escalation: Escalation) -> RankProcesses | int:
+    """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`).
+
+    Returns an exit code if the process has failed before the ranks were forked.
+    """
     reading, writing = os.pipe()
     forking = subprocess.Popen(
         worker_command(run.path),
@@ -436,7 +440,7 @@ def _forked(run: RunFolder, first: Ranks, attempt: int, escalation: Escalation) 
     if code or not text:
         if code == -signal.SIGTERM and escalation.unsent:
             run.write_failure(stopped_before_start(escalation.unsent[0], attempt=attempt))
-        return Failure(rank=0, exit_code=code)
+        return code
     return RankProcesses({int(rank): pid for rank, pid in json.loads(text).items()})
 
 

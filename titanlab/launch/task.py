@@ -21,21 +21,12 @@ from pathlib import Path
 from titanlab.checkpoint import checkpoints_of, latest
 from titanlab.distributed import LOG, STOP_SIGNALS, held_signals
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.launch.attempt import Group, close_earlier, reduced, with_progress
+from titanlab.launch.attempt import close_earlier, reduced, with_progress
 from titanlab.launch.contract import launch_of
-from titanlab.launch.execute import RanksHere
-from titanlab.launch.job import (
-    Job,
-    RankGroup,
-    Rendezvous,
-    answer_call,
-    await_meeting,
-    publish_meeting,
-    submitted,
-    watched,
-)
+from titanlab.launch.execute import Attempts
+from titanlab.launch.job import Job, Rendezvous, answer_call, await_meeting, publish_meeting, submitted
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result, say
+from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result, say, watched
 from titanlab.recipe import Recipe, from_mapping
 from titanlab.records import Outcome, OutcomeKind, RunFolder, open_run
 from titanlab.system import Console, disk_fault
@@ -116,18 +107,16 @@ def _lead(job: Job) -> int:
         except TitanlabError as error:
             say(f"error: {error}")
             return _nothing_to_do(job, str(error), code=error.exit_code)
-        group: Group
-        if job.has_a_task_for_each_rank:
-            group = RankGroup(job, say)
-        else:
+        console = None
+        if not job.has_a_task_for_each_rank:
             # Rank 0 has no terminal.
             os.environ[LOG] = str(job.run.logs / "rank-0.log")
             console = stack.enter_context(Console())
-            group = RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
+        attempts = Attempts(job.run, console, job=job)
         before = latest(checkpoints_of(job.run))
-        outcome = group.make_attempts()
+        outcome = attempts.make()
         has_saved = latest(checkpoints_of(job.run)) != before
-        requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=group.has_lost_nodes)
+        requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=attempts.has_lost_nodes)
     return _exit_code(outcome)
 
 
