@@ -40,22 +40,6 @@ BOTH = pytest.mark.parametrize(("launcher", "tasks"), [("nohup", 2), ("local", 1
 
 
 @pytest.mark.full
-@pytest.mark.covering
-@BOTH
-def test_two_ranks_train_one_run(jobs, launcher, tasks):
-    run = jobs.run(2, launcher=launcher, steps=3)
-    codes, said = ended(jobs.start(run, tasks))
-    assert codes == [0] * tasks, said
-    assert (run.result().kind, run.result().step) == (OutcomeKind.DONE, 3)
-    assert run.attempts() == [1]
-    job = run.job()
-    assert (job["launcher"], job["token"], job["index"], job["restart_count"]) == (launcher, "0000000000", 0, 0)
-    assert run.env()["launcher"] == launcher
-    assert "step 3/3" in (run.logs / "rank-0.log").read_text()
-    assert not run.is_claimed()
-
-
-@pytest.mark.full
 def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(jobs):
     undisturbed = jobs.run(2, steps=12, name="undisturbed")
     assert ended(jobs.start(undisturbed, 2))[0] == [0, 0]
@@ -66,6 +50,13 @@ def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(
     send(ranks, signal.SIGUSR2)
     codes, said = ended(ranks)
     assert codes == [75, 75], said
+    job = run.job()
+    assert (job["launcher"], job["token"], job["index"], job["restart_count"]) == (
+        "nohup",
+        jobs.job_of(run)[0].token,
+        0,
+        0,
+    )
     first = run.result()
     assert (first.kind, first.cause) == (OutcomeKind.PREEMPTED, "asked to end by SIGUSR2; the run can be resumed")
     assert 3 <= first.step < 12
@@ -129,15 +120,6 @@ def test_one_without_memory(jobs, gibibytes, launcher):
     codes, said = ended(jobs.start(run, 1, preamble=f"ulimit -v {int(gibibytes * 2**20)}", OMP_NUM_THREADS="1"))
     result = run.result()
     assert (codes, result.kind, result.rank) == ([70], OutcomeKind.OOM, 0), said
-
-
-@pytest.mark.full
-def test_a_rank_that_leaves_without_a_word_is_told_and_every_process_says_so(jobs):
-    run = jobs.run(2, steps=60, fault="exit", code=0, step=3, rank=1)
-    codes, said = ended(jobs.start(run, 2))
-    result = run.result()
-    assert (codes, result.kind, result.rank, result.exit_code) == ([1, 1], OutcomeKind.CRASH, 1, 0), said
-    assert result.cause.startswith("rank 1 ended early: ended with exit code 0 and left no result")
 
 
 @pytest.mark.parametrize("is_asked", [False, True])

@@ -393,12 +393,12 @@ class Attempts:
         self.restart, why_not = None, ""
         # A signal means that somebody wants the run to end.
         if not self._signals:
-            lost, usable, fixed = "", None, ()
+            lost, usable = "", None
             if self._console is None:
                 lost = self._loss.words if set(self._loss.ranks) & set(self._members()) else ""
                 usable = self.job.place.ranks.world - len(self._left_out) if recipe.launch.min_world else None
-                # Rank 0 cannot be left out: its task writes the records.
-                fixed = (0,)
+            # Rank 0 of a job cannot be left out: its task writes the records.
+            fixed = (0,) if self._console is None else ()
             self._restarts = self._restarts or Restarts(self.run, recipe.launch, fixed=fixed)
             self.restart, why_not = self._restarts.after(outcome, recipe, lost=lost, usable=usable)
             if line := why_not if self.restart is None else self.restart.why:

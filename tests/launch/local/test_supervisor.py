@@ -10,13 +10,13 @@ from tests.sweep.conftest import quiet
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
-from titanlab.distributed import Host, cores
-from titanlab.launch import JobShape, Submission, jobs_folder, processes, write_submission
+from titanlab.distributed import cores
+from titanlab.launch import JobShape, Submission, jobs_folder, write_submission
 from titanlab.launch import local as supervising
 from titanlab.launch.launchers_schema import Local
-from titanlab.launch.local import LOCK, LOG, LocalJob, Supervisor, jobs_in_order, visible_devices
+from titanlab.launch.local import LOCK, LOG, LocalJob, Supervisor, jobs_in_order
 from titanlab.records import Outcome, OutcomeKind, holder_of, is_claimed
-from titanlab.sweep import SweepFolder, cancel, sweep_folder
+from titanlab.sweep import SweepFolder, sweep_folder
 from titanlab.sweep.submit import submit
 
 
@@ -54,30 +54,6 @@ def supervisor_of(folder):
     return holder_of(folder.path, file=LOCK)[1]
 
 
-def test_jobs_run_in_order_and_a_large_one_waits_for_room(stub, tmp_path, monkeypatch):
-    stub(0.1)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    points = [*seeds(2), {"shard": 2}]
-    submitted = submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet)
-    assert [new.shape.processes for new in submitted.submissions] == [1, 2]
-    until(lambda: over(submitted.folder))
-    rows = ran(submitted.folder)
-    names = [each.run_name for each in submitted.decisions]
-    # One process for all ranks of a job.
-    assert sorted(row[:3] for row in rows) == sorted([name, "0", "1"] for name in names)
-    first = {row[0]: float(row[6]) for row in rows}
-    # The two that fit together may start in either order; the larger one waits for them.
-    assert max(first[names[0]], first[names[1]]) < first[names[2]]
-    assert {row[5] for row in rows} == {str(tmp_path / "here")}
-    # Cores are one share for every process that may run at once.
-    assert {row[3] for row in rows} == {str(max(1, cores() // 2))}
-    assert all(submitted.folder.run(name).result().kind is OutcomeKind.DONE for name in names)
-    # Nothing is left to do, and the next submission starts nothing.
-    assert submit(study(tmp_path / "runs", points, launch=Local(at_once=2)), quiet).submissions == ()
-    assert not is_claimed(submitted.folder.path, file=LOCK)
-
-
 def test_what_comes_later_is_run_by_the_same_supervisor(stub, tmp_path):
     stub()
     folder = submit(study(tmp_path / "runs", seeds(1)), quiet).folder
@@ -109,24 +85,6 @@ def test_the_job_of_a_killed_supervisor_goes_on_and_the_next_one_waits_for_it(st
     assert first != second
     assert said.index(f"{first} has ended") < said.index(f"{second} is started")
     assert all(run.result().kind is OutcomeKind.DONE for run in folder.runs())
-
-
-def test_cancelled_jobs_end_or_do_not_start(stub, tmp_path):
-    stub()
-    wanted = study(tmp_path / "runs", seeds(3), launch=Local(at_once=1))
-    submitted = submit(wanted, quiet)
-    folder = submitted.folder
-    until(lambda: "running" in states(folder))
-    first, second, third = (each.run_name for each in submitted.decisions)
-    done = cancel(folder, quiet, names=[third])
-    assert (done.stopping, done.withdrawn) == ([], [third])
-    assert folder.run(third).result().kind is OutcomeKind.CANCELLED
-    done = cancel(folder, quiet)
-    assert (done.stopping, done.withdrawn, done.ended) == ([first], [second], [third])
-    until(lambda: over(folder))
-    assert {row[0] for row in ran(folder)} == {first}
-    assert [folder.run(name).result().kind for name in (first, second)] == ["cancelled", "cancelled"]
-    assert [each.action for each in submit(wanted, quiet).decisions] == ["ended"] * 3
 
 
 def test_a_supervisor_that_is_told_to_end_asks_its_jobs_to(stub, tmp_path):
@@ -262,12 +220,3 @@ def test_jobs_have_devices_of_their_own(tmp_path):
     del supervisor._running[first.key]
     assert supervisor._free_devices()[:2] == ["0", "1"]
     assert supervisor._has_room(third)
-
-
-def test_devices_are_those_that_this_process_sees(monkeypatch):
-    seen = Host(accelerator="cuda", device="NVIDIA H200", count=2)
-    monkeypatch.setattr(processes, "this_host", lambda: seen)
-    assert visible_devices({}) == ["0", "1"]
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "3,GPU-abc"}) == ["3", "GPU-abc"]
-    monkeypatch.setattr(processes, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=4))
-    assert visible_devices({}) == []

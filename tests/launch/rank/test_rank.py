@@ -219,27 +219,21 @@ def test_a_signal_waits_for_the_note(failing, monkeypatch):
     assert [note.cause for note in run.failures(1)] == ["LookupError: a planted fault"]
 
 
-def test_what_is_printed_is_in_the_log_at_once(tmp_path):
+def test_what_is_printed_is_added_to_the_log_at_once(tmp_path):
     log = tmp_path / "rank-1.log"
     script = """
         import os, signal
         from titanlab.launch.rank import rank
         rank._write_to_own_log()
+        os.system("echo err >&2")
         print("a loss")
         os.kill(os.getpid(), signal.SIGKILL)
     """
     # Where Python does not buffer, nothing could be lost.
-    done = python(script, TITANLAB_LOG=str(log), PYTHONUNBUFFERED="")
-    assert (done.returncode, log.read_text()) == (-signal.SIGKILL, "a loss\n")
-
-
-def test_a_log_of_its_own_is_added_to(tmp_path):
-    script = "import os; from titanlab.launch.rank import rank; rank._write_to_own_log(); print('out', flush=True); os.system('echo err >&2')"
-    log = tmp_path / "rank-1.log"
     for _ in range(2):
-        done = python(script, TITANLAB_LOG=str(log))
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert log.read_text() == "out\nerr\n" * 2
+        done = python(script, TITANLAB_LOG=str(log), PYTHONUNBUFFERED="")
+        assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGKILL, "", "")
+    assert log.read_text() == "err\na loss\n" * 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a process that its parent is gone")
@@ -334,7 +328,7 @@ def test_two_ranks_share_their_imports_and_collect_nothing_while_they_import(mon
     run = tiny.begin(made)
     command = [sys.executable, "-c", textwrap.dedent(WORKER)]
     monkeypatch.setattr(local, "worker_command", lambda folder: [*command, str(folder)])
-    assert local.start(run.path, attempt=1, world=2, logs=run.logs) == []
+    assert local.start(run.path, attempt=1, world=2, logs=run.logs) == {}
     for rank in range(2):
         noted = json.loads((run.path / f"noted-{rank}.json").read_text())
         assert UNNEEDED & set(noted["modules"]) == set()
