@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from tests.weights.huggingface import made
 from titanlab.checkpoint import DamagedCheckpoint, latest
 from titanlab.checkpoint.folders import step_folder
 from titanlab.data.schema import Files
@@ -21,7 +20,6 @@ from titanlab.launch import continue_run, prepare
 from titanlab.launch.execute import execute
 from titanlab.records import Outcome, OutcomeKind, Status, from_exception, list_runs, open_run
 from titanlab.system import Console
-from titanlab.techniques.model.llama_schema import Llama
 
 HOST = Host(accelerator="cpu", device="cpu", count=2)
 
@@ -105,22 +103,6 @@ def test_the_name_does_not_depend_on_whether_the_data_was_prepared_before(tmp_pa
     again = []
     assert prepare([recipe], again.append)[0].identity == first
     assert again == []
-
-
-def test_weights_that_the_folder_of_init_from_has_and_that_are_not_read_are_said_once(tmp_path, starts):
-    path = made.folder(tmp_path / "hub", {**made.SMALL, "vocab_size": 259})
-    for name in ("model.safetensors.index.json", "adapter_config.json"):
-        (path / name).write_text("{}")
-    model = Llama.hugging_face().from_hf({**made.SMALL, "vocab_size": 259})
-    recipe = tiny.recipe(tmp_path / "runs", model=model, init_from=str(path))
-    told = []
-    prepare([recipe, replace(recipe, repeat=1)], told.append)
-    first, second = told
-    assert first.startswith(f"reading {path}/model.safetensors; model.safetensors.index.json and its files are left")
-    assert second.startswith(f"warning: {path}/adapter_config.json belongs to an adapter, which is not applied; ")
-    told.clear()
-    prepare([recipe], told.append, started=True)
-    assert told == []
 
 
 def test_a_run_is_born_started_and_recorded(tmp_path, starts, console):

@@ -59,10 +59,6 @@ class JobState:
 States = Mapping[JobKey, JobState]
 
 
-# Why a job ended, according to its scheduler.
-JobEnd = StopReason
-
-
 @dataclass(frozen=True)
 class MemoryWord:
     """The scheduler's most informative message about a job that it has killed because of its memory.
@@ -219,11 +215,11 @@ class Launcher(Protocol):
 
     # After a job
 
-    def end_of(self, state: JobState) -> JobEnd | None:
+    def end_of(self, state: JobState) -> StopReason | None:
         """Why a job ended, if the scheduler's state alone explains it."""
         return None
 
-    def end_in_queue(self, state: JobState) -> JobEnd | None:
+    def end_in_queue(self, state: JobState) -> StopReason | None:
         """The same for a job that never started."""
         return None
 

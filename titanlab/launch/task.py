@@ -85,16 +85,13 @@ def _lead(job: Job) -> int:
     with contextlib.ExitStack() as stack:
         seconds = CLAIM_DEAD_SECONDS if goes_on else CLAIM_AGAIN_SECONDS if job.place.restart else CLAIM_SECONDS
         refused = claim_run(job.run, stack, seconds=seconds, is_ending=lambda: bool(job.signals))
-        if refused is not None and not goes_on:
-            # Another job works on this run: do not repeat its work.
-            say(f"{job.run.path.name} {refused}: nothing is done twice")
-            return _nothing_to_do(job, refused)
         if refused is not None:
-            # The claim belongs to an earlier start of this job, which is dead: no other job will continue the run.
-            say(f"{job.run.path.name} {refused}, from an earlier start of this job")
-            if not job.signals:
+            why = ", from an earlier start of this job" if goes_on else ": nothing is done twice"
+            say(f"{job.run.path.name} {refused}{why}")
+            if goes_on and not job.signals:
+                # The earlier start is dead: no other job will continue the run.
                 requeue(job)
-            return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code)
+            return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code if goes_on else 0)
         if job.is_done():
             return _nothing_to_do(job, "is done")
         if not job.has_a_task_for_each_rank and (by := job.run.asked_to_cancel()) is not None:
@@ -214,11 +211,9 @@ def requeue_after(job: Job, outcome: Outcome, *, has_saved: bool, has_lost_nodes
         return
     if has_lost_nodes and outcome.kind is OutcomeKind.NODE_FAIL and not job.signals:
         requeue(job, least_nodes=fewest_nodes(job))
-    elif outcome.kind not in (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME):
-        return
     elif outcome.kind is OutcomeKind.WALLTIME and not has_saved:
         say("not put back into the queue: this attempt has saved nothing, and the next one would not either")
-    else:
+    elif outcome.kind in (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME):
         requeue(job)
 
 

@@ -28,7 +28,7 @@ from titanlab.launch.launchers_schema import Local
 from titanlab.launch.rank import rank as worker
 from titanlab.launch.rank.rank import _frames_know_their_module
 from titanlab.recipe import to_mapping
-from titanlab.records import Outcome, OutcomeKind
+from titanlab.records import OutcomeKind
 
 ROOT = Path(__file__).parent.parent.parent
 TWO = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="127.0.0.1", port=1234, started_by="local")
@@ -244,17 +244,6 @@ def test_a_rank_whose_launcher_is_gone_already_does_not_begin():
         "from titanlab.launch.rank.fork import end_with_parent; end_with_parent()", TITANLAB_PARENT=str(os.getpid())
     )
     assert done.returncode == 0
-
-
-def test_a_damaged_end_of_the_attempt_before_costs_nothing(failing, monkeypatch):
-    made, run = failing
-    run.write_result(Outcome(kind=OutcomeKind.CRASH, attempt=1))
-    path = run.attempt_folder(1) / "result.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "ended": 1e300}))
-    tiny.begin(made, run)
-    monkeypatch.setenv("TITANLAB_ATTEMPT", "2")
-    assert worker.main([str(run.path)]) == 1
-    assert [note.cause for note in run.failures(2)] == ["LookupError: a planted fault"]
 
 
 def test_torch_finds_the_caller_of_an_operator_without_a_look_at_every_module(monkeypatch):

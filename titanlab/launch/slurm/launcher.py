@@ -24,7 +24,6 @@ from pathlib import Path
 from titanlab.distributed import Ranks, gpus, number
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import (
-    JobEnd,
     JobKey,
     JobState,
     LaunchConfig,
@@ -144,10 +143,10 @@ class SlurmLauncher(Launcher):
     def job_number(self, submission: Submission, index: int) -> str | None:
         return f"{submission.job_id}_{index}" if submission.job_id else None
 
-    def end_of(self, state: JobState) -> JobEnd | None:
+    def end_of(self, state: JobState) -> StopReason | None:
         return command.end_of(state)
 
-    def end_in_queue(self, state: JobState) -> JobEnd | None:
+    def end_in_queue(self, state: JobState) -> StopReason | None:
         return command.end_in_queue(state)
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
