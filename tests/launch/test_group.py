@@ -51,15 +51,23 @@ def test_members_are_numbered_anew_and_keep_their_devices():
     assert ranks_in(third, Rendezvous(start="", port=7)).rank == 2
 
 
-class _Stub:
-    """A job of which only the ranks and the signals matter."""
+def place(world=6, nodes=("n1", "n2", "n3")):
+    ranks = replace(ALONE, world=world)
+    return ProcessPlace(launcher="slurm", job_id="12_0", raw_job_id="12", ranks=ranks, nodes=nodes)
 
-    def __init__(self, run, world):
-        self.run, self.signals = run, []
-        self.place = SimpleNamespace(launcher="local", ranks=SimpleNamespace(world=world, local_world=world))
+
+class Job:
+    """Rank 0 of a job whose scheduler has taken away some nodes."""
+
+    def __init__(self, run, taken=(), where=None):
+        self.run, self.place, self.signals = run, where or place(), []
+        self.launcher = SimpleNamespace(lost_nodes=lambda place: frozenset(taken))
 
     def round(self, number):
         return f"job #{number}"
+
+    def config(self):
+        return self.run.config()
 
     def check_code(self):
         pass
@@ -75,7 +83,7 @@ def group_of(job, said):
 def test_rank_0_decides_and_tells_the_others(tmp_path):
     recipe = replace(tiny.recipe(tmp_path, shard=4), launch=Local(restarts=5, min_world=1))
     run = tiny.begin(recipe)
-    job, said = _Stub(run, 4), []
+    job, said = Job(run, where=place(world=4)), []
     group = group_of(job, said)
 
     def dies(rank):
@@ -100,7 +108,7 @@ def test_a_job_does_not_train_another_recipe_under_the_name_of_its_run(tmp_path)
     file = run.path / "config.yaml"
     file.write_text(file.read_text().replace("  lr: 0.001\n", "  lr: 0.1\n"))
     with pytest.raises(ConfigError, match=r"^optimizer.lr=0.1: the run was made with 0.001, by its identity.json"):
-        group_of(_Stub(run, 1), []).recipe()
+        group_of(Job(run), []).recipe()
 
 
 @pytest.mark.full
@@ -112,28 +120,6 @@ def test_a_rank_of_a_job_that_fails_twice_is_left_out(jobs):
     assert (record(run, 3)["left_out"], record(run, 3)["world"]) == (2, 2)
     assert "this rank is left out of attempt 3" in said
     assert run.config(3)["parallelism"]["replicate"] == 2
-
-
-def place(world=6, nodes=("n1", "n2", "n3")):
-    ranks = replace(ALONE, world=world)
-    return ProcessPlace(launcher="slurm", job_id="12_0", raw_job_id="12", ranks=ranks, nodes=nodes)
-
-
-class Job:
-    """Rank 0 of a job whose scheduler has taken away some nodes."""
-
-    def __init__(self, run, taken=(), where=None):
-        self.run, self.place, self.signals = run, where or place(), []
-        self.launcher = SimpleNamespace(lost_nodes=lambda place: frozenset(taken))
-
-    def round(self, number):
-        return f"job #{number}"
-
-    def config(self):
-        return self.run.config()
-
-    def check_code(self):
-        pass
 
 
 @pytest.fixture

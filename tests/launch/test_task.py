@@ -35,10 +35,6 @@ def rows(run):
     return [(row["step"], row["loss_metrics/global_avg_loss"], row["grad_norm"]) for row in run.metrics("train")]
 
 
-# A task for each rank, or one for all.
-BOTH = pytest.mark.parametrize(("launcher", "tasks"), [("nohup", 2), ("local", 1)])
-
-
 @pytest.mark.full
 def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(jobs):
     undisturbed = jobs.run(2, steps=12, name="undisturbed")
@@ -144,24 +140,22 @@ def ranks_of(run, *, launcher, world):
     ]  # fmt: skip
 
 
-@BOTH
-def test_what_is_refused_at_the_start_is_a_result_too(jobs, launcher, tasks):
-    run = jobs.run(2, launcher=launcher, steps=3)
+def test_what_is_refused_at_the_start_is_a_result_too(jobs):
+    run = jobs.run(2, steps=3)
     tiny.write_checkpoint(run.checkpoints / "step-00000001", {"step": 1, "parameters": {}})
-    codes, said = ended(jobs.start(run, tasks))
+    codes, said = ended(jobs.start(run, 2))
     result = run.result()
-    assert (codes, result.kind, run.attempts()) == ([2] * tasks, OutcomeKind.INFEASIBLE, [1]), said
+    assert (codes, result.kind, run.attempts()) == ([2, 2], OutcomeKind.INFEASIBLE, [1]), said
     assert "is of another model" in result.cause
 
 
-@BOTH
-def test_edited_code_trains_nothing(jobs, launcher, tasks):
-    run = jobs.run(2, launcher=launcher, steps=3)
+def test_edited_code_trains_nothing(jobs):
+    run = jobs.run(2, launcher="local", steps=3)
     (jobs.sweep.path / "code").unlink()
     (jobs.sweep.path / "code" / "titanlab").mkdir(parents=True)
-    codes, said = ended(jobs.start(run, tasks))
+    codes, said = ended(jobs.start(run, 1))
     result = run.result()
-    assert (codes, result.kind, run.attempts()) == ([2] * tasks, OutcomeKind.INFEASIBLE, [1]), said
+    assert (codes, result.kind, run.attempts()) == ([2], OutcomeKind.INFEASIBLE, [1]), said
     assert "is not the code of this job, " in result.cause
     assert "PYTHONPATH was lost or changed on the way to its processes; have launch.container and" in result.cause
     assert run.metrics("train") == []

@@ -110,7 +110,7 @@ trap : TERM
       rm "$question"
       name=${question%.ask}
       {
-        FORMAT scontrol "${words[@]}" >"$name.out" 2>"$name.err"
+        FORMAT scontrol "${words[@]}" >"$name.out" 2>&1
         echo $? >"$name.part"
         mv "$name.part" "$name.code"
       } &
@@ -147,22 +147,22 @@ def node_address(node: str) -> str | None:
 
 def _asked_outside(folder: Path, words: tuple[str, ...], seconds: float) -> CommandResult | None:
     name, end = folder / secrets.token_hex(8), time.monotonic() + seconds
-    files = {suffix: name.with_suffix(suffix) for suffix in (".ask", ".code", ".out", ".err")}
+    ask, code, output = (name.with_suffix(suffix) for suffix in (".ask", ".code", ".out"))
     try:
         written = name.with_suffix(".new")
         written.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
-        written.rename(files[".ask"])
-        while not files[".code"].exists():
+        written.rename(ask)
+        while not code.exists():
             if time.monotonic() > end:
                 return None
             time.sleep(_POLL_SECONDS)
-        output, errors = (files[suffix].read_text(encoding="utf-8", errors="replace") for suffix in (".out", ".err"))
-        return CommandResult(code=int(files[".code"].read_text()), output=output, errors=errors)
+        text = output.read_text(encoding="utf-8", errors="replace")
+        return CommandResult(code=int(code.read_text()), output=text, errors="")
     except (OSError, ValueError):
         return None
     finally:
         with contextlib.suppress(OSError):
-            for file in files.values():
+            for file in (ask, code, output):
                 file.unlink(missing_ok=True)
 
 
