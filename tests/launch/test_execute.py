@@ -35,16 +35,11 @@ def starts(monkeypatch):
     found = Starts()
     found.ranks = lambda folder: {}
 
-    def start(folder, *, attempt, world, logs):
-        found.append({"folder": folder, "world": world})
-        return found.ranks(folder)
-
-    def start_one(folder, ranks, config=None):
-        found.append({"folder": folder, "rank": ranks.rank, "config": config})
-        return found.ranks(folder)
+    def start(run, ranks, *, attempt, config=None):
+        found.append({"folder": run.path, "rank": ranks.rank, "world": ranks.world, "config": config})
+        return found.ranks(run.path)
 
     monkeypatch.setattr("titanlab.launch.processes.start", start)
-    monkeypatch.setattr("titanlab.launch.processes.start_one", start_one)
     for module in ("attempt", "execute"):
         monkeypatch.setattr(f"titanlab.launch.{module}.this_host", lambda: HOST)
     return found
@@ -110,7 +105,7 @@ def test_a_run_is_born_started_and_recorded(tmp_path, starts, console):
     recipe = tiny.recipe(tmp_path, shard=2)
     outcome = execute(ready(recipe), console)
     (run,) = list_runs(tmp_path)
-    assert starts == [{"folder": run.path, "world": 2}]
+    assert starts == [{"folder": run.path, "rank": 0, "world": 2, "config": None}]
     assert (outcome.kind, outcome.step) == (OutcomeKind.DONE, 10)
     assert run.path == tmp_path / "single" / f"run-{ready(recipe).identity.hash8}"
     assert run.attempts() == [1]

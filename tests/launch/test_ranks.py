@@ -17,7 +17,7 @@ from tests.launch.command import alive, children, finished
 from tests.until import until
 from titanlab.distributed import free_port, handled_signals, held_signals
 from titanlab.launch import processes as local
-from titanlab.records import OutcomeKind
+from titanlab.records import OutcomeKind, RunFolder
 
 TWO = ["parallelism=fsdp", "world=2"]
 # Which takes a second less to import.
@@ -139,7 +139,7 @@ def ranks_run(monkeypatch, tmp_path):
         (tmp_path / "logs").mkdir(exist_ok=True)
         # As the caller of a launcher does.
         with held_signals():
-            return local.start(tmp_path, attempt=1, world=world, logs=tmp_path / "logs")
+            return local.start(RunFolder(tmp_path), local.of_this_host(world), attempt=1)
 
     return start
 
@@ -209,7 +209,7 @@ def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):
     script = f'test "$2" = - && cat > {tmp_path}/given'
     monkeypatch.setattr(local, "worker_command", lambda folder: ["/bin/sh", "-c", script, "sh", str(folder)])
     place = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="a", port=1, started_by="torchrun")
-    assert local.start_one(tmp_path, place, config=given) == {}
+    assert local.start(RunFolder(tmp_path), place, attempt=None, config=given) == {}
     assert json.loads((tmp_path / "given").read_text()) == given
 
 

@@ -159,7 +159,7 @@ def continue_run(
     if ranks is not None and ranks.rank > 0:
         # Only rank 0 writes records.
         with held_signals():
-            failed = processes.start_one(run.path, ranks, config=to_mapping(recipe))
+            failed = processes.start(run, ranks, attempt=None, config=to_mapping(recipe))
         return from_exit(failed[ranks.rank], rank=ranks.rank) if failed else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         close_earlier(run)
@@ -313,9 +313,9 @@ class Attempts:
                 console.note(f"{outcome.kind.value}: {outcome.cause}")
             else:
                 if ranks is None:
-                    failed = processes.start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
+                    failed = processes.start(run, processes.of_this_host(recipe.layout.world), attempt=attempt)
                 else:
-                    failed = processes.start_one(run.path, ranks)
+                    failed = processes.start(run, ranks, attempt=None)
                 shown = set(range(ranks.world)) if ranks is not None else {0} if self._job is None else set()
                 outcome = _recorded(run, attempt, failed, console, terminal=shown, memory=kills.evidence())
             if outcome.kind is OutcomeKind.CANCELLED and (by := run.asked_to_cancel()) is not None:

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -305,62 +305,46 @@ _LOOK_SECONDS = 0.2
 _PIPE_BYTES = 65_536
 
 
-def start(folder: Path, *, attempt: int, world: int, logs: Path) -> dict[int, int]:
-    """Run `titanlab.launch.rank FOLDER` as `world` ranks and wait until they end.
+def of_this_host(world: int) -> Ranks:
+    """Rank 0 of a run of which this host has all ranks."""
+    return replace(ALONE, world=world, local_world=world, port=free_port(), started_by=Local.kind)
 
-    Rank 0 writes to this terminal; the others write to `logs/rank-N.log`. SIGINT, SIGTERM and a scheduler's warnings
-    are forwarded: the ranks agree on a step, save, and end.
+
+def start(
+    run: RunFolder, ranks: Ranks, *, attempt: int | None, config: Mapping[str, Any] | None = None
+) -> dict[int, int]:
+    """Run `titanlab.launch.rank FOLDER` as the rank of this process, or as all ranks, and wait until they end.
+
+    Rank 0 writes to this terminal; ranks that only this process starts write to `logs/rank-N.log`. SIGINT, SIGTERM and
+    a scheduler's warnings are forwarded: the ranks agree on a step, save, and end. Then this process gets them too.
+
+    Args:
+        ranks: `of_this_host` for all ranks.
+        attempt: None: the ranks agree on it.
+        config: the recipe as plain values, for a rank that may start before rank 0 has written config.yaml.
 
     Returns:
         exit codes of the ranks that failed, by rank; -N for signal N. Their own records are in the run's folder.
     """
-    first = replace(ALONE, world=world, local_world=world, port=free_port(), started_by=Local.kind)
-    if world == 1:
-        return start_one(folder, first, attempt=attempt)
-    begin, run = time.time(), RunFolder(folder)
-    with _stop_requests(run, attempt, first) as escalation:
-        started: RankProcesses | int
-        with adopting() as can_fork:
-            if can_fork:
-                started = _forked(run, first, attempt, escalation)
-            else:
-                processes: dict[int, subprocess.Popen[bytes]] = {}
-                for rank in range(world):
-                    log = {LOG: str(logs / f"rank-{rank}.log")} if rank else {}
-                    place = replace(first, rank=rank, local_rank=rank)
-                    processes |= start_worker(folder, place, attempt, variables=log).started
-                started = RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
-        if isinstance(started, int):
-            return {0: started}
-        return wait_for(started, run, since=begin, escalation=escalation)
-
-
-def start_one(
-    folder: Path, ranks: Ranks, *, attempt: int | None = None, config: Mapping[str, Any] | None = None
-) -> dict[int, int]:
-    """Run the worker as one given rank; its peers, if it has any, are started elsewhere.
-
-    Args:
-        attempt: None: the ranks agree on it.
-        config: the recipe as plain values, for a rank that may start before rank 0 has written config.yaml.
-    """
-    begin, run = time.time(), RunFolder(folder)
-    with _stop_requests(run, attempt, ranks) as escalation:
-        started = start_worker(folder, ranks, attempt, config=config)
-        return wait_for(started, run, since=begin, escalation=escalation, world=ranks.world)
-
-
-@contextlib.contextmanager
-def _stop_requests(run: RunFolder, attempt: int | None, ranks: Ranks) -> Iterator[Escalation]:
-    """Inside the block, stop signals to this process are requests for its ranks; then the caller gets them too."""
+    begin = time.time()
     # Rank 0 has the terminal.
     say = Console(quiet=ranks.rank > 0).note
     escalation = Escalation(run, attempt=attempt, world=ranks.world, say=say)
     with handled_signals(caught_signals(), escalation.signalled):
-        yield escalation
+        started: RankProcesses | int
+        if ranks.started_by != Local.kind or ranks.world == 1:
+            started = start_worker(run.path, ranks, attempt, config=config)
+        else:
+            with adopting() as can_fork:
+                started = (_forked if can_fork else _each)(run, ranks, attempt, escalation)
+        if isinstance(started, int):
+            failed = {0: started}
+        else:
+            failed = wait_for(started, run, since=begin, escalation=escalation, world=ranks.world)
     # A signal that came while failed ranks were ended must end the run as well.
     for number in escalation.signals:
         signal.raise_signal(number)
+    return failed
 
 
 def wait_for(
@@ -406,7 +390,17 @@ def wait_for(
     return {rank: code for rank, code in codes.items() if rank in counted}
 
 
-def _forked(run: RunFolder, first: Ranks, attempt: int, escalation: Escalation) -> RankProcesses | int:
+def _each(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalation) -> RankProcesses:
+    """Start every rank as a process of its own, where this process cannot adopt forked ranks."""
+    started: dict[int, subprocess.Popen[bytes]] = {}
+    for rank in range(first.world):
+        log = {LOG: str(run.logs / f"rank-{rank}.log")} if rank else {}
+        place = replace(first, rank=rank, local_rank=rank)
+        started |= start_worker(run.path, place, attempt, variables=log).started
+    return RankProcesses({rank: process.pid for rank, process in started.items()}, started)
+
+
+def _forked(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalation) -> RankProcesses | int:
     """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`).
 
     Returns an exit code if the process has failed before the ranks were forked.
@@ -439,7 +433,7 @@ def _forked(run: RunFolder, first: Ranks, attempt: int, escalation: Escalation) 
         code = forking.wait(KILL_SECONDS)
     if code or not text:
         if code == -signal.SIGTERM and escalation.unsent:
-            run.write_failure(stopped_before_start(escalation.unsent[0], attempt=attempt))
+            run.write_failure(stopped_before_start(escalation.unsent[0], attempt=attempt or 0))
         return code
     return RankProcesses({int(rank): pid for rank, pid in json.loads(text).items()})
 

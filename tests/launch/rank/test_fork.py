@@ -53,7 +53,7 @@ def forked(monkeypatch, tmp_path):
         (tmp_path / "logs").mkdir(exist_ok=True)
         # As the caller of a launcher does.
         with held_signals():
-            return local.start(tmp_path, attempt=7, world=world, logs=tmp_path / "logs")
+            return local.start(RunFolder(tmp_path), local.of_this_host(world), attempt=7)
 
     return start
 
@@ -194,8 +194,9 @@ LAUNCHER = """
     import json, sys
     from pathlib import Path
     from titanlab.launch import processes as local
+    from titanlab.records import RunFolder
     local.worker_command = lambda folder: json.loads(sys.argv[2])
-    local.start(Path(sys.argv[1]), attempt=1, world=2, logs=Path(sys.argv[1]))
+    local.start(RunFolder(Path(sys.argv[1])), local.of_this_host(2), attempt=1)
 """
 
 

@@ -315,7 +315,7 @@ def test_two_ranks_share_their_imports_and_collect_nothing_while_they_import(mon
     run = tiny.begin(made)
     command = [sys.executable, "-c", textwrap.dedent(WORKER)]
     monkeypatch.setattr(local, "worker_command", lambda folder: [*command, str(folder)])
-    assert local.start(run.path, attempt=1, world=2, logs=run.logs) == {}
+    assert local.start(run, local.of_this_host(2), attempt=1) == {}
     for rank in range(2):
         noted = json.loads((run.path / f"noted-{rank}.json").read_text())
         assert UNNEEDED & set(noted["modules"]) == set()
