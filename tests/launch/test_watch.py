@@ -70,7 +70,7 @@ def watched(run, monkeypatch, tmp_path):
         job = SimpleNamespace(run=run, leads=False, signals=[], is_hurried=bool(signals))
         log = {LOG: str(run.logs / "rank-0.log")}
         started = start_worker(run.path, ranks, 1, config={"a": [1]}, variables=log, set_up=set_up)
-        RankWatch(run, 1, started, ranks, StopCheck(job, signal_seconds=30)).to_end()
+        RankWatch(run, 1, RankProcesses({0: started}), ranks, StopCheck(job, signal_seconds=30)).to_end()
         return next((note for note in run.failures(1) if note.rank == 0), None)
 
     return to_end

@@ -212,15 +212,11 @@ KILL_SECONDS = 30.0
 
 
 class RankProcesses:
-    """Child processes of this process, each the leader of a session, by rank.
+    """Child processes of this process, each the leader of a session, by rank: started by it, or adopted (a number)."""
 
-    Args:
-        started: those that this process has started itself; the others were adopted.
-    """
-
-    def __init__(self, pids: Mapping[int, int], started: Mapping[int, subprocess.Popen[bytes]] | None = None) -> None:
-        self.pids = dict(pids)
-        self.started = dict(started or {})
+    def __init__(self, processes: Mapping[int, int | subprocess.Popen[bytes]]) -> None:
+        self.pids = {rank: each if isinstance(each, int) else each.pid for rank, each in processes.items()}
+        self._processes = processes
         self._codes: dict[int, int] = {}
 
     def running(self) -> dict[int, int]:
@@ -238,8 +234,8 @@ class RankProcesses:
                     # group's number.
                     with contextlib.suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)
-                if rank in self.started:
-                    self.started[rank].returncode = self._codes[rank]
+                if not isinstance(process := self._processes[rank], int):
+                    process.returncode = self._codes[rank]
         return {rank: pid for rank, pid in self.pids.items() if rank not in self._codes}
 
     @property
@@ -333,7 +329,7 @@ def start(
     with handled_signals(caught_signals(), escalation.signalled):
         started: RankProcesses | int
         if ranks.started_by != Local.kind or ranks.world == 1:
-            started = start_worker(run.path, ranks, attempt, config=config)
+            started = RankProcesses({ranks.rank: start_worker(run.path, ranks, attempt, config=config)})
         else:
             with adopting() as can_fork:
                 started = (_forked if can_fork else _each)(run, ranks, attempt, escalation)
@@ -392,12 +388,11 @@ def wait_for(
 
 def _each(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalation) -> RankProcesses:
     """Start every rank as a process of its own, where this process cannot adopt forked ranks."""
-    started: dict[int, subprocess.Popen[bytes]] = {}
+    started = {}
     for rank in range(first.world):
         log = {LOG: str(run.logs / f"rank-{rank}.log")} if rank else {}
-        place = replace(first, rank=rank, local_rank=rank)
-        started |= start_worker(run.path, place, attempt, variables=log).started
-    return RankProcesses({rank: process.pid for rank, process in started.items()}, started)
+        started[rank] = start_worker(run.path, replace(first, rank=rank, local_rank=rank), attempt, variables=log)
+    return RankProcesses(started)
 
 
 def _forked(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalation) -> RankProcesses | int:
@@ -446,7 +441,7 @@ def start_worker(
     config: Mapping[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
     set_up: Callable[[], None] | None = None,
-) -> RankProcesses:
+) -> subprocess.Popen[bytes]:
     """Start the process of one rank, which leads a session.
 
     Args:
@@ -468,7 +463,7 @@ def start_worker(
         # A worker that has ended already is found by its exit code.
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(json.dumps(config).encode() + b"\n")
-    return RankProcesses({ranks.rank: child.pid}, {ranks.rank: child})
+    return child
 
 
 def worker_command(folder: Path) -> list[str]:

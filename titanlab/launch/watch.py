@@ -285,7 +285,7 @@ def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> i
             keep_tokenizer(run, recipe)
         log = {LOG: str(run.logs / f"rank-{ranks.rank}.log")}
         config = run.config(meeting.attempt)
-        started = start_worker(
+        worker = start_worker(
             run.path, ranks, meeting.attempt, config=config, variables=log, set_up=ignore_stop_signals
         )
     except Exception as error:
@@ -294,4 +294,4 @@ def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> i
         if note.traceback:
             traceback.print_exception(error)
         return note.exit_code or 1
-    return RankWatch(run, meeting.attempt, started, ranks, stop).to_end()
+    return RankWatch(run, meeting.attempt, RankProcesses({ranks.rank: worker}), ranks, stop).to_end()
