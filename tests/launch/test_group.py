@@ -261,7 +261,7 @@ def job_of(eight, *, rank=0, taken=(), **launch):
         place=place,
         signals=[],
         launcher=Launcher(taken),
-        launch={"requeue": True, "max_requeues": 3, **launch},
+        submission=SimpleNamespace(launch={"requeue": True, "max_requeues": 3, **launch}),
         config=lambda: to_mapping(eight),
     )
 

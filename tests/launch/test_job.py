@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import tiny
+from tests.launch.slurm.printed import submission
 from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import job as rendezvous
@@ -37,7 +38,7 @@ def job_of(run, *, launcher="slurm", restart=0, rank=0, **given):
     place = ProcessPlace(
         launcher=launcher, job_id="12_1", raw_job_id="14", restart=restart, ranks=ranks, nodes=("n1", "n2")
     )
-    return Job(**{"run": run, "place": place, "token": "aa", "index": 1, **given})
+    return Job(run=run, place=place, submission=submission(), index=1, **given)
 
 
 @pytest.mark.parametrize(

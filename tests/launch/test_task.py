@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 
 from tests import tiny
+from tests.launch.slurm.printed import submission
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
 from titanlab.distributed import ALONE
@@ -135,7 +136,7 @@ def test_a_job_of_this_host_in_other_hands_or_cancelled_begins_nothing(jobs, cap
 def ranks_of(run, *, launcher, world):
     """The same job as each of its ranks sees it."""
     return [
-        Job(run=run, place=ProcessPlace(launcher=launcher, job_id="12", raw_job_id="12", ranks=ranks, nodes=("n1",)), token="aa", index=0)
+        Job(run=run, place=ProcessPlace(launcher=launcher, job_id="12", raw_job_id="12", ranks=ranks, nodes=("n1",)), submission=submission(), index=0)
         for ranks in (replace(ALONE, rank=rank, world=world) for rank in range(world))
     ]  # fmt: skip
 
@@ -177,13 +178,14 @@ def test_one_that_was_put_back_and_whose_dead_start_holds_the_run_goes_back_agai
         launcher="slurm", job_id="12", raw_job_id="12", restart=restart, index=None, ranks=ALONE, nodes=("n1",)
     )
     launch = {"requeue": True, "max_requeues": 20}
-    job = Job(run=run, place=place, token=token, index=0, launch=launch)
+    submitted = replace(submission(token), launch=launch)
+    job = Job(run=run, place=place, submission=submitted, index=0)
     with run.claim():
         assert task._lead(job) == code
         assert put_back == ([1] if asked else [])
         assert rendezvous.find_meeting(run, job.start).reason
         # Not without end, and not against a wish.
-        assert task._lead(replace(job, launch={**launch, "max_requeues": 1})) == code
+        assert task._lead(replace(job, submission=replace(submitted, launch={**launch, "max_requeues": 1}))) == code
         assert task._lead(replace(job, signals=[(2, 0.0)])) == code
     assert put_back == ([1] if asked else [])
 
@@ -224,6 +226,6 @@ def test_a_host_is_remembered_unless_all_jobs_run_on_it(tmp_path, monkeypatch, c
     monkeypatch.setattr(execute, "default_config", {config.kind: config}.__getitem__)
     monkeypatch.setattr(execute, "note_bad_host", lambda run, outcome, host: remembered.append(host))
     place = ProcessPlace(launcher=config.kind, job_id="1", raw_job_id="1", ranks=ALONE, nodes=("n1",))
-    job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, token="t", index=0)
+    job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, submission=submission(), index=0)
     Attempts(job.run, None, job=job).remember_host(Outcome(kind=OutcomeKind.HANG))
     assert remembered == hosts

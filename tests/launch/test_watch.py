@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.launch.command import alive
+from tests.launch.slurm.printed import submission
 from tests.sweep.jobs import Jobs
 from tests.until import until
 from titanlab.distributed import ALONE, LOG, read_stop, write_stop
@@ -281,7 +282,7 @@ def test_ranks_save_before_a_slow_scheduler_has_said_why(run, monkeypatch):
     monkeypatch.setattr(watch, "ASK_SECONDS", 0.05)
     attempt = run.attempt_folder(1)
     signals = [(int(signal.SIGUSR2), time.monotonic())]
-    check = StopCheck(Job(run=run, place=place(), token="aa", index=0, signals=signals), signal_seconds=30)
+    check = StopCheck(Job(run=run, place=place(), submission=submission(), index=0, signals=signals), signal_seconds=30)
     begin = time.monotonic()
     check.look(attempt)
     assert time.monotonic() - begin < 20

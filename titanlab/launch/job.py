@@ -34,27 +34,18 @@ from titanlab.system import counted, write_json
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One process of one start of a job.
-
-    Attributes:
-        launch: config of the launcher with which the job was submitted; the run may have been created with another one.
-        changes: groups and values of the run's recipe that this job replaces: another layout.
-        code: folder of the code that was submitted; None: no particular code is required.
-    """
+    """One process of one start of a job; `index` is that of its run in the submission."""
 
     run: RunFolder
     place: ProcessPlace
-    token: str
+    submission: Submission
     index: int
-    launch: Mapping[str, Any] = field(default_factory=dict)
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    code: Path | None = None
     signals: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def start(self) -> str:
         """An identifier that only the processes of this start share."""
-        return f"{self.token}/{self.index} {self.place.start}"
+        return f"{self.submission.token}/{self.index} {self.place.start}"
 
     def round(self, number: int) -> str:
         """An identifier of one attempt of this start: 0 is the first, n follows the n-th restart in place."""
@@ -85,7 +76,8 @@ class Job:
     def goes_on(self) -> bool:
         """Whether the newest attempt at the run belongs to an earlier start of this job."""
         made_by = self.run.job() or {}
-        return self.place.restart > 0 and (made_by.get("token"), made_by.get("index")) == (self.token, self.index)
+        own = self.submission.token, self.index
+        return self.place.restart > 0 and (made_by.get("token"), made_by.get("index")) == own
 
     def is_done(self) -> bool:
         """Whether the run is done already; if so, this is printed."""
@@ -96,9 +88,13 @@ class Job:
         return True
 
     def config(self) -> dict[str, Any]:
-        """The run's recipe for an attempt of this job, as plain values."""
-        launch = {"launch": dict(self.launch)} if self.launch else {}
-        return {**self.run.config(), **self.changes, **launch}
+        """The run's recipe for an attempt of this job, as plain values.
+
+        Its launcher may be another one than that with which the run was created, and its layout another one.
+        """
+        submission = self.submission
+        launch = {"launch": dict(submission.launch)} if submission.launch else {}
+        return {**self.run.config(), **submission.changes.get(self.run.path.name, {}), **launch}
 
     def note(self, attempt: int) -> None:
         """Write the job.json of an attempt."""
@@ -110,7 +106,7 @@ class Job:
             "raw_job_id": place.raw_job_id,
             "restart_count": place.restart,
             "nodes": list(place.nodes),
-            "token": self.token,
+            "token": self.submission.token,
             "index": self.index,
             "started": time.time(),
         }
@@ -118,12 +114,12 @@ class Job:
 
     def check_code(self) -> None:
         """Check that this process runs the code that was submitted, and not sources that were edited later."""
-        here = Path(titanlab.__file__).parent
+        here, code = Path(titanlab.__file__).parent, self.run.path.parent / self.submission.code
         # Compare the folders themselves: one folder may have several paths.
         with contextlib.suppress(OSError):
-            if self.code is None or here.samefile(self.code / "titanlab"):
+            if here.samefile(code / "titanlab"):
                 return
-        rule = f"is not the code of this job, {self.code}: PYTHONPATH was lost or changed on the way to its processes"
+        rule = f"is not the code of this job, {code}: PYTHONPATH was lost or changed on the way to its processes"
         cure = "have launch.container and launch.srun_arguments pass PYTHONPATH on"
         raise ConfigError("titanlab", here, rule, f"{cure}, and launch.environment leave it alone")
 

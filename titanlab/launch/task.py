@@ -51,16 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = launcher_named(submission.launcher).place_in(os.environ)
             index = int(rest[0]) if rest else place.index or 0
             run = open_run(Path(folder) / submission.runs[index])
-            job = Job(
-                run=run,
-                place=place,
-                token=token,
-                index=index,
-                launch=submission.launch,
-                changes=submission.changes.get(run.path.name, {}),
-                code=Path(folder) / submission.code,
-                signals=signals,
-            )
+            job = Job(run=run, place=place, submission=submission, index=index, signals=signals)
             if job.leads and place.index is not None and not place.restart and len(submission.runs) > 1:
                 name = submission.job_name(Path(folder).name, index)
                 # In a separate thread: a busy controller answers late.
@@ -223,7 +214,7 @@ def requeue(job: Job, *, least_nodes: int | None = None) -> None:
     Args:
         least_nodes: the smallest number of nodes on which it may start again; None: the number that it has now.
     """
-    launch, place = job.launch, job.place
+    launch, place = job.submission.launch, job.place
     if not launch.get("requeue", False):
         say("not put back into the queue: launch.requeue=false")
         return
