@@ -1,8 +1,6 @@
 """One process of a job before it trains: its name, recipe and place, its claim, and how it finds the others."""
 
-import contextlib
 import json
-import re
 import signal
 import socket
 from dataclasses import replace
@@ -28,7 +26,6 @@ from titanlab.launch.job import (
     publish_meeting,
 )
 from titanlab.launch.slurm import launcher as slurm_launcher
-from titanlab.launch.task import claim_run
 from titanlab.launch.watch import say
 from titanlab.records import RunFolder
 
@@ -168,28 +165,3 @@ def test_a_port_is_free_or_given():
         probe.bind(("", port_of({})))
     with pytest.raises(ConfigError, match="is not a port"):
         port_of({"MASTER_PORT": "70000"})
-
-
-@pytest.mark.parametrize(("seconds", "ending"), [(0.0, False), (100.0, True)])
-def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds, ending):
-    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
-    with run.claim(), contextlib.ExitStack() as stack:
-        told = claim_run(run, stack, seconds=seconds, is_ending=lambda: ending)
-        assert re.fullmatch(r"is locked by process \d+ on .+", told)
-    assert not run.is_claimed()
-
-
-def test_a_run_that_becomes_free_is_claimed(run, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
-    with contextlib.ExitStack() as other, contextlib.ExitStack() as stack:
-        other.enter_context(run.claim())
-        looks = []
-
-        def is_ending():
-            looks.append(run.is_claimed())
-            other.close()
-            return False
-
-        assert claim_run(run, stack, seconds=100.0, is_ending=is_ending) is None
-        assert looks == [True]
-        assert run.is_claimed()

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint import checkpoints_of, latest
@@ -28,7 +28,7 @@ from titanlab.launch.job import Job, Rendezvous, answer_call, await_meeting, pub
 from titanlab.launch.launchers import launcher_named
 from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result, say, watched
 from titanlab.recipe import Recipe, from_mapping
-from titanlab.records import Outcome, OutcomeKind, RunFolder, open_run
+from titanlab.records import Outcome, OutcomeKind, open_run
 from titanlab.system import Console, disk_fault
 
 CLAIM_SECONDS = 3.0
@@ -75,14 +75,15 @@ def _lead(job: Job) -> int:
     goes_on = job.goes_on
     with contextlib.ExitStack() as stack:
         seconds = CLAIM_DEAD_SECONDS if goes_on else CLAIM_AGAIN_SECONDS if job.place.restart else CLAIM_SECONDS
-        refused = claim_run(job.run, stack, seconds=seconds, is_ending=lambda: bool(job.signals))
-        if refused is not None:
+        try:
+            stack.enter_context(job.run.claim(patience_seconds=seconds))
+        except ConfigError as error:
             why = ", from an earlier start of this job" if goes_on else ": nothing is done twice"
-            say(f"{job.run.path.name} {refused}{why}")
+            say(f"{job.run.path.name} {error.rule}{why}")
             if goes_on and not job.signals:
                 # The earlier start is dead: no other job will continue the run.
                 requeue(job)
-            return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code if goes_on else 0)
+            return _nothing_to_do(job, error.rule, code=OutcomeKind.NODE_FAIL.exit_code if goes_on else 0)
         if job.is_done():
             return _nothing_to_do(job, "is done")
         if not job.has_a_task_for_each_rank and (by := job.run.asked_to_cancel()) is not None:
@@ -159,32 +160,6 @@ def _follow(job: Job) -> int:
 def _exit_code(outcome: Outcome) -> int:
     wrong = OutcomeKind.INFEASIBLE.exit_code
     return wrong if outcome.exit_code == wrong else outcome.kind.exit_code
-
-
-_LOOK_SECONDS = 1.0
-
-
-def claim_run(
-    run: RunFolder, stack: contextlib.ExitStack, *, seconds: float, is_ending: Callable[[], bool]
-) -> str | None:
-    """Claim the run until the stack closes.
-
-    Args:
-        is_ending: whether this process must end, so that it stops waiting.
-
-    Returns:
-        None if this process has the claim; otherwise, after the wait, a message that names the other process.
-    """
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            patience = max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))
-            stack.enter_context(run.claim(patience_seconds=patience))
-        except ConfigError as error:
-            if is_ending() or time.monotonic() >= end:
-                return error.rule
-        else:
-            return None
 
 
 # After rank 0 has gone silent, ranks on other nodes wait for the scheduler to notice that its node is lost. Slurm needs
