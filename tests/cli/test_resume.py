@@ -59,7 +59,7 @@ def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, s
     changed = submission.changes[run.path.name]
     assert set(changed) == {"world", "parallelism", "training"}
     # What the job's ranks will read: the new layout, the launcher of this submission, and all else as it was.
-    job = Job(run=run, place=None, token="", index=0, launch=submission.launch, changes=changed)
+    job = Job(run=run, place=None, submission=submission, index=0)
     assert job.config()["parallelism"]["replicate"] == job.config()["world"] == 2
     assert job.config()["training"]["microbatch"] == 3
     assert job.config()["model"] == run.config()["model"]

@@ -16,9 +16,9 @@ EARLY = ("claim", "begin")
 def install(point: str) -> None:
     """Let this process wait at a point, if it comes there."""
     if point in EARLY:
-        from titanlab.launch import attempt
+        from titanlab.launch import execute
 
-        _around(attempt, "begin", before=point == "claim")
+        _around(execute, "begin", before=point == "claim")
     elif point == "rendezvous":
         from titanlab.distributed import world
 

@@ -7,8 +7,8 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -18,17 +18,12 @@ from titanlab.checkpoint.folders import step_folder
 from titanlab.data import source
 from titanlab.data.schema import Files
 from titanlab.data.tokenizers import load
-from titanlab.distributed import Host, write_stop
+from titanlab.distributed import ALONE, Host, write_stop
 from titanlab.errors import ConfigError
 from titanlab.launch import close_dead, conclude, go_back, with_progress
 from titanlab.launch.attempt import begin, close_earlier, keep_tokenizer
 from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind, RunFolder, Status, StopReason
-
-
-def group(**given):
-    """The ranks of an attempt that begins with the newest checkpoint."""
-    return SimpleNamespace(**{"started_by": "local", "processes": None, "checkpoint": None, "report": print, **given})
 
 
 def stopped(recipe, *steps, noted=True):
@@ -61,7 +56,7 @@ def test_an_attempt_begins_with_its_recipe_and_its_machine(tmp_path, monkeypatch
     monkeypatch.setenv("OMP_NUM_THREADS", "9")
     monkeypatch.delenv("MKL_NUM_THREADS")
     monkeypatch.setenv("TITANLAB_CORES", "3")
-    assert begin(run, changed, group(started_by="torchrun", processes=2)) == 2
+    assert begin(run, changed, print, ranks=replace(ALONE, world=2, local_world=2, started_by="torchrun")) == 2
     assert run.config(2) == to_mapping(changed)
     env = run.env(2)
     assert (env["launcher"], env["devices"]) == ("torchrun", {"accelerator": "cpu", "name": "cpu", "count": 2})
@@ -80,7 +75,7 @@ def test_an_attempt_does_not_begin_without_the_checkpoints_that_were_saved(tmp_p
     before = copy_of(run)
     rule = "had saved step 3, and checkpoints/ has no checkpoint any more; bring that folder back; or remove"
     with pytest.raises(ConfigError, match=f"^run=.*: {rule}"):
-        begin(run, recipe, group())
+        begin(run, recipe, print)
     assert copy_of(run) == before
 
 
@@ -88,7 +83,7 @@ def test_the_step_of_another_run_s_checkpoint_is_no_step_that_was_saved(tmp_path
     recipe = tiny.recipe(tmp_path, load_from=str(tmp_path / "elsewhere"))
     run = stopped(recipe)
     run.open_metrics(1, resumed_step=3).close()
-    assert begin(run, recipe, group()) == 2
+    assert begin(run, recipe, print) == 2
 
 
 @pytest.mark.parametrize(
@@ -113,7 +108,7 @@ def test_an_attempt_begins_where_the_logs_of_earlier_ones_were_removed(tmp_path)
     recipe = tiny.recipe(tmp_path)
     run = stopped(recipe)
     shutil.rmtree(run.logs)
-    assert begin(run, recipe, group()) == 2
+    assert begin(run, recipe, print) == 2
     assert run.logs.is_dir()
 
 
@@ -128,7 +123,7 @@ def test_what_stands_where_a_folder_of_the_run_was_is_one_line(tmp_path, name, t
     else:
         (run.path / name).symlink_to(tmp_path / target)
     with pytest.raises(ConfigError, match=f"^run=.*{name}: is not a folder; remove it$"):
-        begin(run, recipe, group())
+        begin(run, recipe, print)
     assert run.attempts() == ([1] if name == "logs" else [])
 
 
@@ -141,7 +136,7 @@ def test_an_attempt_does_not_begin_where_it_would_append_to_the_file_behind_a_li
     (run.path / name).unlink(missing_ok=True)
     (run.path / name).symlink_to(tmp_path / "precious")
     with pytest.raises(ConfigError, match=f"^run=.*{name}: is a symbolic link, and this attempt would .*; remove it$"):
-        begin(run, recipe, group())
+        begin(run, recipe, print)
     assert ((tmp_path / "precious").read_text(), run.attempts()) == ("precious", [1])
 
 

@@ -11,7 +11,7 @@ from titanlab.options import discover
 PACKAGE = Path(titanlab.__file__).parent
 KINDS = ("local", "slurm")
 # Variables of launchers and schedulers.
-VARIABLES = ("SLURM_", "SUBMITIT_", "SBATCH_")
+VARIABLES = ("SLURM_", "SBATCH_")
 # Names that decide nothing about a launcher, and why they are there.
 ALLOWED = {
     "checkpoint/address_schema.py": {"local"},  # a scheme of addresses: `local:/folder`
@@ -23,27 +23,20 @@ ALLOWED = {
 }
 
 
+_MODULES = re.compile(r"\btitanlab\.launch(\.| import )(local|slurm|launchers_schema)\b")
+
+
 def named(source: str) -> Iterator[tuple[int, str]]:
     """Lines that name a launcher: a constant text, or an import of its modules."""
-    if not any(text in source for text in (*KINDS, *VARIABLES, "launchers_schema")):
-        return
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        else:
-            modules = []
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                text = node.value
-                if text in KINDS or text.startswith(VARIABLES):
-                    yield node.lineno, text
-                elif any(f" {variable}" in text for variable in VARIABLES):
-                    yield node.lineno, next(variable for variable in VARIABLES if f" {variable}" in text)
-        starts = (*(f"titanlab.launch.{kind}." for kind in KINDS), "titanlab.launch.launchers_schema.")
-        found = [module for module in modules if f"{module}.".startswith(starts)]
-        yield from ((node.lineno, module) for module in found[:1])
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom) and _MODULES.search(ast.unparse(node)):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+            if text in KINDS or text.startswith(VARIABLES):
+                yield node.lineno, text
+            else:
+                yield from ((node.lineno, variable) for variable in VARIABLES if f" {variable}" in text)
 
 
 def test_only_the_folder_of_launchers_names_one():

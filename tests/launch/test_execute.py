@@ -11,18 +11,15 @@ from dataclasses import replace
 import pytest
 
 from tests import tiny
-from tests.weights.huggingface import made
 from titanlab.checkpoint import DamagedCheckpoint, latest
 from titanlab.checkpoint.folders import step_folder
 from titanlab.data.schema import Files
 from titanlab.distributed import STOP_SIGNALS, Host, handled_signals
 from titanlab.errors import ConfigError
 from titanlab.launch import continue_run, prepare
-from titanlab.launch.contract import Failure
 from titanlab.launch.execute import execute
 from titanlab.records import Outcome, OutcomeKind, Status, from_exception, list_runs, open_run
 from titanlab.system import Console
-from titanlab.techniques.model.llama_schema import Llama
 
 HOST = Host(accelerator="cpu", device="cpu", count=2)
 
@@ -36,18 +33,13 @@ def starts(monkeypatch):
             self.ranks = ranks
 
     found = Starts()
-    found.ranks = lambda folder: []
+    found.ranks = lambda folder: {}
 
-    def start(folder, *, attempt, world, logs):
-        found.append({"folder": folder, "world": world})
-        return found.ranks(folder)
-
-    def start_one(folder, ranks, config=None):
-        found.append({"folder": folder, "rank": ranks.rank, "config": config})
-        return found.ranks(folder)
+    def start(run, ranks, *, attempt, config=None):
+        found.append({"folder": run.path, "rank": ranks.rank, "world": ranks.world, "config": config})
+        return found.ranks(run.path)
 
     monkeypatch.setattr("titanlab.launch.processes.start", start)
-    monkeypatch.setattr("titanlab.launch.processes.start_one", start_one)
     for module in ("attempt", "execute"):
         monkeypatch.setattr(f"titanlab.launch.{module}.this_host", lambda: HOST)
     return found
@@ -75,7 +67,7 @@ def ends(kind=OutcomeKind.DONE, **how):
     def ranks(folder):
         run = open_run(folder)
         run.write_result(Outcome(kind=kind, attempt=max(run.attempts()), **how))
-        return [] if kind is OutcomeKind.DONE else [Failure(rank=0, exit_code=kind.exit_code)]
+        return {} if kind is OutcomeKind.DONE else {0: kind.exit_code}
 
     return ranks
 
@@ -108,28 +100,12 @@ def test_the_name_does_not_depend_on_whether_the_data_was_prepared_before(tmp_pa
     assert again == []
 
 
-def test_weights_that_the_folder_of_init_from_has_and_that_are_not_read_are_said_once(tmp_path, starts):
-    path = made.folder(tmp_path / "hub", {**made.SMALL, "vocab_size": 259})
-    for name in ("model.safetensors.index.json", "adapter_config.json"):
-        (path / name).write_text("{}")
-    model = Llama.hugging_face().from_hf({**made.SMALL, "vocab_size": 259})
-    recipe = tiny.recipe(tmp_path / "runs", model=model, init_from=str(path))
-    told = []
-    prepare([recipe, replace(recipe, repeat=1)], told.append)
-    first, second = told
-    assert first.startswith(f"reading {path}/model.safetensors; model.safetensors.index.json and its files are left")
-    assert second.startswith(f"warning: {path}/adapter_config.json belongs to an adapter, which is not applied; ")
-    told.clear()
-    prepare([recipe], told.append, started=True)
-    assert told == []
-
-
 def test_a_run_is_born_started_and_recorded(tmp_path, starts, console):
     starts.then(ends(step=10))
     recipe = tiny.recipe(tmp_path, shard=2)
     outcome = execute(ready(recipe), console)
     (run,) = list_runs(tmp_path)
-    assert starts == [{"folder": run.path, "world": 2}]
+    assert starts == [{"folder": run.path, "rank": 0, "world": 2, "config": None}]
     assert (outcome.kind, outcome.step) == (OutcomeKind.DONE, 10)
     assert run.path == tmp_path / "single" / f"run-{ready(recipe).identity.hash8}"
     assert run.attempts() == [1]
@@ -179,10 +155,10 @@ def test_another_layout_is_another_attempt_with_a_config_of_its_own(tmp_path, st
 @pytest.mark.parametrize(
     ("failures", "notes", "kind", "rank"),
     [
-        ([Failure(rank=0, exit_code=1)], {}, OutcomeKind.CRASH, 0),
-        ([Failure(rank=1, exit_code=-9), Failure(rank=0, exit_code=1)], {0: ConnectionError("Connection closed by peer")}, OutcomeKind.CRASH, 1),
-        ([Failure(rank=0, exit_code=1), Failure(rank=1, exit_code=1)], {1: MemoryError("no more")}, OutcomeKind.OOM, 1),
-        ([], {}, OutcomeKind.CRASH, None),
+        ({0: 1}, {}, OutcomeKind.CRASH, 0),
+        ({1: -9, 0: 1}, {0: ConnectionError("Connection closed by peer")}, OutcomeKind.CRASH, 1),
+        ({0: 1, 1: 1}, {1: MemoryError("no more")}, OutcomeKind.OOM, 1),
+        ({}, {}, OutcomeKind.CRASH, None),
     ],
 )  # fmt: skip
 def test_ranks_that_left_no_result_have_one_all_the_same(tmp_path, starts, console, said, failures, notes, kind, rank):
@@ -229,7 +205,7 @@ def test_a_signal_after_the_ranks_have_ended_waits_for_the_record(
         run = open_run(folder)
         run.write_failure(from_exception(LookupError("planted"), rank=1, attempt=1))
         os.kill(os.getpid(), number)
-        return [Failure(rank=0, exit_code=1)]
+        return {0: 1}
 
     starts.then(ranks)
     recipe = replace(tiny.recipe(tmp_path, shard=2), world=None)
@@ -246,7 +222,7 @@ def test_a_signal_after_the_ranks_have_ended_waits_for_the_record(
 def test_a_signal_after_the_ranks_have_ended_keeps_the_group_from_starting_again(tmp_path, starts, console, heard):
     def ranks(folder):
         os.kill(os.getpid(), signal.SIGINT)
-        return [Failure(rank=0, exit_code=1)]
+        return {0: 1}
 
     starts.then(ranks)
     recipe = tiny.recipe(tmp_path)
@@ -283,7 +259,7 @@ def test_ranks_of_others_keep_one_record(tmp_path, starts, console, monkeypatch)
     # The other rank starts its worker too, with the recipe in its hand, and records nothing.
     (run.path / "result.json").unlink()
     monkeypatch.setenv("RANK", "1")
-    starts.then(lambda folder: [Failure(rank=1, exit_code=OutcomeKind.NAN.exit_code)])
+    starts.then(lambda folder: {1: OutcomeKind.NAN.exit_code})
     assert execute(ready(recipe), console).kind is OutcomeKind.NAN
     assert [start["rank"] for start in starts] == [0, 1]
     assert starts[1]["config"]["world"] == 2
@@ -343,7 +319,7 @@ def test_damage_that_ranks_find_in_the_chosen_checkpoint_is_one_line(tmp_path, s
         error = DamagedCheckpoint("run", chosen, "is damaged: its file a has other bytes", "give another checkpoint")
         for rank in (0, 1):
             run.write_failure(from_exception(error, rank=rank, attempt=attempt))
-        return [Failure(rank=rank, exit_code=2) for rank in (0, 1)]
+        return dict.fromkeys((0, 1), 2)
 
     starts.then(ranks)
     said.truncate(0)

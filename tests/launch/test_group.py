@@ -15,9 +15,11 @@ from titanlab.errors import ConfigError
 from titanlab.launch import job as module
 from titanlab.launch import task, write_submission
 from titanlab.launch.contract import ProcessPlace
-from titanlab.launch.job import Loss, RankGroup, Rendezvous, answer_call, find_meeting, lost_ranks, ranks_in
+from titanlab.launch.execute import Attempts
+from titanlab.launch.job import Loss, Rendezvous, answer_call, find_meeting, lost_ranks
 from titanlab.launch.launchers_schema import Local
 from titanlab.launch.task import requeue_after, requeue_without_rank_0
+from titanlab.launch.watch import ranks_in
 from titanlab.recipe import to_mapping
 from titanlab.records import Outcome, OutcomeKind
 
@@ -49,59 +51,6 @@ def test_members_are_numbered_anew_and_keep_their_devices():
     assert ranks_in(third, Rendezvous(start="", port=7)).rank == 2
 
 
-class _Stub:
-    """A job of which only the ranks and the signals matter."""
-
-    def __init__(self, run, world):
-        self.run, self.signals = run, []
-        self.place = SimpleNamespace(launcher="local", ranks=SimpleNamespace(world=world, local_world=world))
-
-    def round(self, number):
-        return f"job #{number}"
-
-
-def test_rank_0_decides_and_tells_the_others(tmp_path):
-    recipe = replace(tiny.recipe(tmp_path, shard=4), launch=Local(restarts=5, min_world=1))
-    run = tiny.begin(recipe)
-    job, said = _Stub(run, 4), []
-    group = RankGroup(job, said.append)
-
-    def dies(rank):
-        outcome = Outcome(kind=OutcomeKind.CRASH, attempt=1, step=3, rank=rank)
-        return group.goes_on_after(outcome, recipe if group.round < 2 else group.restart.recipe)
-
-    assert dies(2)
-    assert (group.round, group.members) == (1, ())
-    assert dies(2)
-    # Numbers of the job's ranks; three processes are left, and three divide the 12 sequences of a step.
-    assert (group.round, group.members, group.config()["world"]) == (2, (0, 1, 3), 3)
-    assert "rank 2 has failed twice and is left out: dp_s4 becomes dp_s3" in said[-1]
-    assert find_meeting(run, "job #3") is None
-    job.signals.append((15, 0.0))
-    assert not dies(1)
-    assert find_meeting(run, "job #3").reason == "has ended"
-
-
-def test_a_job_does_not_train_another_recipe_under_the_name_of_its_run(tmp_path):
-    """Somebody edited config.yaml while the run waited in the queue."""
-    run = tiny.begin(tiny.recipe(tmp_path))
-    file = run.path / "config.yaml"
-    file.write_text(file.read_text().replace("  lr: 0.001\n", "  lr: 0.1\n"))
-    with pytest.raises(ConfigError, match=r"^optimizer.lr=0.1: the run was made with 0.001, by its identity.json"):
-        RankGroup(_Stub(run, 1), print).recipe()
-
-
-@pytest.mark.full
-def test_a_rank_of_a_job_that_fails_twice_is_left_out(jobs):
-    launch = Local(restarts=4, min_world=1, threads=1)
-    run, codes, said = started(jobs, 3, launch, fault="kill", step=4, rank=2)
-    assert codes == [0, 0, 0], said
-    assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1, 2, 3])
-    assert (record(run, 3)["left_out"], record(run, 3)["world"]) == (2, 2)
-    assert "this rank is left out of attempt 3" in said
-    assert run.config(3)["parallelism"]["replicate"] == 2
-
-
 def place(world=6, nodes=("n1", "n2", "n3")):
     ranks = replace(ALONE, world=world)
     return ProcessPlace(launcher="slurm", job_id="12_0", raw_job_id="12", ranks=ranks, nodes=nodes)
@@ -119,6 +68,58 @@ class Job:
 
     def config(self):
         return self.run.config()
+
+    def check_code(self):
+        pass
+
+
+def group_of(job, said):
+    """The attempts of a job with a task for each rank, as the task of rank 0 makes them."""
+    group = Attempts(job.run, None, job=job)
+    group.report = said.append
+    return group
+
+
+def test_rank_0_decides_and_tells_the_others(tmp_path):
+    recipe = replace(tiny.recipe(tmp_path, shard=4), launch=Local(restarts=5, min_world=1))
+    run = tiny.begin(recipe)
+    job, said = Job(run, where=place(world=4)), []
+    group = group_of(job, said)
+
+    def dies(rank):
+        outcome = Outcome(kind=OutcomeKind.CRASH, attempt=1, step=3, rank=rank)
+        return group.goes_on_after(outcome, recipe if group.round < 2 else group.restart.recipe)
+
+    assert dies(2)
+    assert (group.round, group.members) == (1, ())
+    assert dies(2)
+    # Numbers of the job's ranks; three processes are left, and three divide the 12 sequences of a step.
+    assert (group.round, group.members, group.restart.recipe.layout.world) == (2, (0, 1, 3), 3)
+    assert "rank 2 has failed twice and is left out: dp_s4 becomes dp_s3" in said[-1]
+    assert find_meeting(run, "job #3") is None
+    job.signals.append((15, 0.0))
+    assert not dies(1)
+    assert find_meeting(run, "job #3").reason == "has ended"
+
+
+def test_a_job_does_not_train_another_recipe_under_the_name_of_its_run(tmp_path):
+    """Somebody edited config.yaml while the run waited in the queue."""
+    run = tiny.begin(tiny.recipe(tmp_path))
+    file = run.path / "config.yaml"
+    file.write_text(file.read_text().replace("  lr: 0.001\n", "  lr: 0.1\n"))
+    with pytest.raises(ConfigError, match=r"^optimizer.lr=0.1: the run was made with 0.001, by its identity.json"):
+        group_of(Job(run), []).recipe()
+
+
+@pytest.mark.full
+def test_a_rank_of_a_job_that_fails_twice_is_left_out(jobs):
+    launch = Local(restarts=4, min_world=1, threads=1)
+    run, codes, said = started(jobs, 3, launch, fault="kill", step=4, rank=2)
+    assert codes == [0, 0, 0], said
+    assert (run.result().kind, run.attempts()) == (OutcomeKind.DONE, [1, 2, 3])
+    assert (record(run, 3)["left_out"], record(run, 3)["world"]) == (2, 2)
+    assert "this rank is left out of attempt 3" in said
+    assert run.config(3)["parallelism"]["replicate"] == 2
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def test_a_stopped_job_waits_for_nobody(run):
 
 
 def decided(job, recipe, said, kind=OutcomeKind.CRASH):
-    group = RankGroup(job, said.append)
+    group = group_of(job, said)
     outcome = Outcome(kind=kind, attempt=1, step=3, rank=1, cause="Connection closed by peer", echo=True)
     outcome = group.called(outcome, recipe)
     return group, outcome, group.goes_on_after(outcome, recipe)
@@ -179,15 +180,15 @@ def test_the_group_goes_on_without_a_lost_node(run, recipe):
     assert (outcome.kind, outcome.rank) == (OutcomeKind.NODE_FAIL, 2)
     assert outcome.cause.endswith("slurm has taken node n2 from the job; Connection closed by peer")
     assert run.result(1).kind is OutcomeKind.NODE_FAIL
-    assert (group.members, group.config()["world"]) == ((0, 1, 4, 5), 4)
+    assert (group.members, group.restart.recipe.layout.world) == ((0, 1, 4, 5), 4)
     assert "on n2 are lost: slurm has taken node n2 from the job, and left out: dp_s6 becomes dp_s4" in said[-1]
     # In the next attempt n3 is lost too: its ranks are 2 and 3 there, and the ranks of n2 are expected no more.
     run.attempt_folder(2).mkdir()
     answer_call(run, 2, 1)
     group.job.launcher.lost_nodes = lambda place: frozenset(["n2", "n3"])
-    outcome = group.called(replace(outcome, kind=OutcomeKind.HANG, attempt=2, step=6), group.recipe())
+    outcome = group.called(replace(outcome, kind=OutcomeKind.HANG, attempt=2, step=6), group.restart.recipe)
     assert (outcome.kind, outcome.rank) == (OutcomeKind.NODE_FAIL, 2)
-    assert group.goes_on_after(outcome, group.recipe())
+    assert group.goes_on_after(outcome, group.restart.recipe)
     assert group.members == (0, 1)
 
 
@@ -210,7 +211,7 @@ def test_without_min_world_nobody_is_asked(run, recipe):
 
 def test_spare_ranks_take_the_places_of_lost_ones(run, recipe):
     job = Job(run, taken=["n2"])
-    group = RankGroup(job, lambda line: None)
+    group = group_of(job, [])
     small = replace(tiny.recipe(run.path.parent.parent.parent, shard=2), launch=recipe.launch)
     group.members = (0, 2)
     all_but(run, 2, 3)
@@ -218,7 +219,7 @@ def test_spare_ranks_take_the_places_of_lost_ones(run, recipe):
     said = []
     group.report = said.append
     assert group.goes_on_after(outcome, small)
-    assert (group.members, group.config()["world"]) == ((0, 1), 2)
+    assert (group.members, group.restart.recipe.layout.world) == ((0, 1), 2)
     assert "and left out: other processes of the job take their places in dp_s2" in said[-1]
 
 
@@ -226,7 +227,7 @@ def test_a_job_that_starts_on_fewer_nodes_is_smaller(run, recipe):
     said = []
     job = Job(run, where=place(world=5, nodes=("n1",)))
     job.config = lambda: {**run.config(), "launch": {**run.config()["launch"], "restarts": 5, "min_world": 2}}
-    group = RankGroup(job, said.append)
+    group = group_of(job, said)
     assert (group.recipe().layout.world, group.members) == (4, (0, 1, 2, 3))
     assert said[0].startswith("the job has 5 processes: dp_s6 becomes dp_s4, the most data-parallel processes")
 
@@ -260,7 +261,7 @@ def job_of(eight, *, rank=0, taken=(), **launch):
         place=place,
         signals=[],
         launcher=Launcher(taken),
-        launch={"requeue": True, "max_requeues": 3, **launch},
+        submission=SimpleNamespace(launch={"requeue": True, "max_requeues": 3, **launch}),
         config=lambda: to_mapping(eight),
     )
 

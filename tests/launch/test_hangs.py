@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.cover import marks
 from tests.launch.command import Command, alive, children
 from titanlab.cli.verbs import main
 from titanlab.records import OutcomeKind
@@ -64,7 +65,7 @@ HANGS = {
     "is killed": Hang((*STAGES, "parallelism.shard=2"), "kill", 3, KILLED, where="backward", kind=OutcomeKind.CRASH, limit=0),
     "leaves a context": Hang(("parallelism.shard=2", "parallelism.context=2"), "exit", 2, "ended early: ended with exit code 0", where="backward", kind=OutcomeKind.CRASH, limit=0),
 }  # fmt: skip
-QUICK = ("rank 1 is stopped",)
+COVERING = ("rank 1 is stopped",)
 
 
 def planted(command, hang):
@@ -91,7 +92,7 @@ def planted(command, hang):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in HANGS]
+    "name", [pytest.param(name, marks=marks(name, always=(), covering=COVERING)) for name in HANGS]
 )
 def test_it_ends_in_time_and_the_right_rank_is_named(command, tmp_path, name, capsys):
     hang = HANGS[name]

@@ -1,8 +1,6 @@
 """One process of a job before it trains: its name, recipe and place, its claim, and how it finds the others."""
 
-import contextlib
 import json
-import re
 import signal
 import socket
 from dataclasses import replace
@@ -11,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import tiny
+from tests.launch.slurm.printed import submission
 from titanlab.distributed import ALONE
 from titanlab.errors import ConfigError, TitanlabError
 from titanlab.launch import job as rendezvous
@@ -27,7 +26,6 @@ from titanlab.launch.job import (
     publish_meeting,
 )
 from titanlab.launch.slurm import launcher as slurm_launcher
-from titanlab.launch.task import claim_run
 from titanlab.launch.watch import say
 from titanlab.records import RunFolder
 
@@ -37,7 +35,7 @@ def job_of(run, *, launcher="slurm", restart=0, rank=0, **given):
     place = ProcessPlace(
         launcher=launcher, job_id="12_1", raw_job_id="14", restart=restart, ranks=ranks, nodes=("n1", "n2")
     )
-    return Job(**{"run": run, "place": place, "token": "aa", "index": 1, **given})
+    return Job(run=run, place=place, submission=submission(), index=1, **given)
 
 
 @pytest.mark.parametrize(
@@ -167,28 +165,3 @@ def test_a_port_is_free_or_given():
         probe.bind(("", port_of({})))
     with pytest.raises(ConfigError, match="is not a port"):
         port_of({"MASTER_PORT": "70000"})
-
-
-@pytest.mark.parametrize(("seconds", "ending"), [(0.0, False), (100.0, True)])
-def test_who_has_the_run_is_told_when_waiting_is_over(run, monkeypatch, seconds, ending):
-    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
-    with run.claim(), contextlib.ExitStack() as stack:
-        told = claim_run(run, stack, seconds=seconds, is_ending=lambda: ending)
-        assert re.fullmatch(r"is locked by process \d+ on .+", told)
-    assert not run.is_claimed()
-
-
-def test_a_run_that_becomes_free_is_claimed(run, monkeypatch):
-    monkeypatch.setattr("titanlab.launch.task._LOOK_SECONDS", 0.0)
-    with contextlib.ExitStack() as other, contextlib.ExitStack() as stack:
-        other.enter_context(run.claim())
-        looks = []
-
-        def is_ending():
-            looks.append(run.is_claimed())
-            other.close()
-            return False
-
-        assert claim_run(run, stack, seconds=100.0, is_ending=is_ending) is None
-        assert looks == [True]
-        assert run.is_claimed()

@@ -17,8 +17,7 @@ from tests.launch.command import alive, children, finished
 from tests.until import until
 from titanlab.distributed import free_port, handled_signals, held_signals
 from titanlab.launch import processes as local
-from titanlab.launch.contract import Failure
-from titanlab.records import OutcomeKind
+from titanlab.records import OutcomeKind, RunFolder
 
 TWO = ["parallelism=fsdp", "world=2"]
 # Which takes a second less to import.
@@ -140,7 +139,7 @@ def ranks_run(monkeypatch, tmp_path):
         (tmp_path / "logs").mkdir(exist_ok=True)
         # As the caller of a launcher does.
         with held_signals():
-            return local.start(tmp_path, attempt=1, world=world, logs=tmp_path / "logs")
+            return local.start(RunFolder(tmp_path), local.of_this_host(world), attempt=1)
 
     return start
 
@@ -155,7 +154,7 @@ def test_ranks_that_end_well(ranks_run, tmp_path, world):
     before = [signal.getsignal(number) for number in SIGNALS]
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR"
     values = " ".join(f"${name}" for name in names.split())
-    assert ranks_run(world, f'echo "{values}" > {tmp_path}/rank-$RANK; test $MASTER_PORT -gt 1023') == []
+    assert ranks_run(world, f'echo "{values}" > {tmp_path}/rank-$RANK; test $MASTER_PORT -gt 1023') == {}
     for rank in range(world):
         assert (tmp_path / f"rank-{rank}").read_text() == f"{rank} {world} {rank} {world} 127.0.0.1\n"
     assert [signal.getsignal(number) for number in SIGNALS] == before
@@ -166,7 +165,7 @@ def test_the_first_failure_ends_the_others_and_alone_counts(ranks_run, monkeypat
     monkeypatch.setattr(local, "GRACE_SECONDS", 0.3)
     begin = time.monotonic()
     failures = ranks_run(3, f'if [ $RANK = 1 ]; then {script}; fi; trap "" TERM; sleep 120')
-    assert failures == [Failure(rank=1, exit_code=code)]
+    assert failures == {1: code}
     assert time.monotonic() - begin < 60
 
 
@@ -181,7 +180,7 @@ def test_signals_are_handed_on(ranks_run, tmp_path, world, number):
     sender.start()
     name = signal.Signals(number).name.removeprefix("SIG")
     script = f"trap 'exit 0' {name}; touch {tmp_path}/ready-$RANK; {WAIT}"
-    assert ranks_run(world, script) == []
+    assert ranks_run(world, script) == {}
     sender.join()
 
 
@@ -197,7 +196,7 @@ def test_a_signal_that_comes_before_the_ranks_are_there_waits(ranks_run, monkeyp
 
     monkeypatch.setattr(local, "start_worker", late)
     with handled_signals((signal.SIGINT,), signal.default_int_handler):
-        assert ranks_run(1, f"trap 'exit 0' INT; touch {tmp_path}/ready-$RANK; {WAIT}") == []
+        assert ranks_run(1, f"trap 'exit 0' INT; touch {tmp_path}/ready-$RANK; {WAIT}") == {}
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -210,7 +209,7 @@ def test_a_recipe_can_be_handed_over(monkeypatch, tmp_path):
     script = f'test "$2" = - && cat > {tmp_path}/given'
     monkeypatch.setattr(local, "worker_command", lambda folder: ["/bin/sh", "-c", script, "sh", str(folder)])
     place = Ranks(rank=1, world=2, local_rank=1, local_world=2, address="a", port=1, started_by="torchrun")
-    assert local.start_one(tmp_path, place, config=given) == []
+    assert local.start(RunFolder(tmp_path), place, attempt=None, config=given) == {}
     assert json.loads((tmp_path / "given").read_text()) == given
 
 

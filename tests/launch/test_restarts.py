@@ -15,7 +15,7 @@ from titanlab.distributed import this_host
 from titanlab.launch import RankProcesses, continue_run, processes
 from titanlab.launch.attempt import Restarts, reduced
 from titanlab.launch.launchers_schema import Local
-from titanlab.launch.processes import hide_device
+from titanlab.launch.processes import hide_device, visible_devices
 from titanlab.records import RESTART, Outcome, OutcomeKind
 from titanlab.system import Console
 
@@ -112,6 +112,7 @@ def test_the_device_of_a_rank_that_is_left_out_is_hidden(monkeypatch):
     hide_device(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,7"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "3,GPU-abc"}) == ["3", "GPU-abc"]
     hide_device(1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
 

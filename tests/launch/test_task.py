@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 
 from tests import tiny
+from tests.launch.slurm.printed import submission
 from tests.sweep.jobs import Jobs, ended, send
 from tests.until import until
 from titanlab.distributed import ALONE
-from titanlab.launch import LaunchConfig, Launcher, launcher_named, task, write_submission
+from titanlab.launch import LaunchConfig, Launcher, execute, launcher_named, task, write_submission
 from titanlab.launch import job as rendezvous
 from titanlab.launch.contract import ProcessPlace
+from titanlab.launch.execute import Attempts
 from titanlab.launch.job import Job
 from titanlab.launch.launchers_schema import Local
 from titanlab.launch.slurm.launcher import SlurmLauncher
@@ -34,26 +36,6 @@ def rows(run):
     return [(row["step"], row["loss_metrics/global_avg_loss"], row["grad_norm"]) for row in run.metrics("train")]
 
 
-# A task for each rank, or one for all.
-BOTH = pytest.mark.parametrize(("launcher", "tasks"), [("nohup", 2), ("local", 1)])
-
-
-@pytest.mark.full
-@pytest.mark.covering
-@BOTH
-def test_two_ranks_train_one_run(jobs, launcher, tasks):
-    run = jobs.run(2, launcher=launcher, steps=3)
-    codes, said = ended(jobs.start(run, tasks))
-    assert codes == [0] * tasks, said
-    assert (run.result().kind, run.result().step) == (OutcomeKind.DONE, 3)
-    assert run.attempts() == [1]
-    job = run.job()
-    assert (job["launcher"], job["token"], job["index"], job["restart_count"]) == (launcher, "0000000000", 0, 0)
-    assert run.env()["launcher"] == launcher
-    assert "step 3/3" in (run.logs / "rank-0.log").read_text()
-    assert not run.is_claimed()
-
-
 @pytest.mark.full
 def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(jobs):
     undisturbed = jobs.run(2, steps=12, name="undisturbed")
@@ -65,6 +47,13 @@ def test_a_preempted_job_goes_on_and_its_losses_are_those_of_an_undisturbed_run(
     send(ranks, signal.SIGUSR2)
     codes, said = ended(ranks)
     assert codes == [75, 75], said
+    job = run.job()
+    assert (job["launcher"], job["token"], job["index"], job["restart_count"]) == (
+        "nohup",
+        jobs.job_of(run)[0].token,
+        0,
+        0,
+    )
     first = run.result()
     assert (first.kind, first.cause) == (OutcomeKind.PREEMPTED, "asked to end by SIGUSR2; the run can be resumed")
     assert 3 <= first.step < 12
@@ -130,15 +119,6 @@ def test_one_without_memory(jobs, gibibytes, launcher):
     assert (codes, result.kind, result.rank) == ([70], OutcomeKind.OOM, 0), said
 
 
-@pytest.mark.full
-def test_a_rank_that_leaves_without_a_word_is_told_and_every_process_says_so(jobs):
-    run = jobs.run(2, steps=60, fault="exit", code=0, step=3, rank=1)
-    codes, said = ended(jobs.start(run, 2))
-    result = run.result()
-    assert (codes, result.kind, result.rank, result.exit_code) == ([1, 1], OutcomeKind.CRASH, 1, 0), said
-    assert result.cause.startswith("rank 1 ended early: ended with exit code 0 and left no result")
-
-
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_a_job_of_this_host_in_other_hands_or_cancelled_begins_nothing(jobs, capsys, is_asked):
     run = jobs.run(2, launcher="local", steps=3)
@@ -156,29 +136,27 @@ def test_a_job_of_this_host_in_other_hands_or_cancelled_begins_nothing(jobs, cap
 def ranks_of(run, *, launcher, world):
     """The same job as each of its ranks sees it."""
     return [
-        Job(run=run, place=ProcessPlace(launcher=launcher, job_id="12", raw_job_id="12", ranks=ranks, nodes=("n1",)), token="aa", index=0)
+        Job(run=run, place=ProcessPlace(launcher=launcher, job_id="12", raw_job_id="12", ranks=ranks, nodes=("n1",)), submission=submission(), index=0)
         for ranks in (replace(ALONE, rank=rank, world=world) for rank in range(world))
     ]  # fmt: skip
 
 
-@BOTH
-def test_what_is_refused_at_the_start_is_a_result_too(jobs, launcher, tasks):
-    run = jobs.run(2, launcher=launcher, steps=3)
+def test_what_is_refused_at_the_start_is_a_result_too(jobs):
+    run = jobs.run(2, steps=3)
     tiny.write_checkpoint(run.checkpoints / "step-00000001", {"step": 1, "parameters": {}})
-    codes, said = ended(jobs.start(run, tasks))
+    codes, said = ended(jobs.start(run, 2))
     result = run.result()
-    assert (codes, result.kind, run.attempts()) == ([2] * tasks, OutcomeKind.INFEASIBLE, [1]), said
+    assert (codes, result.kind, run.attempts()) == ([2, 2], OutcomeKind.INFEASIBLE, [1]), said
     assert "is of another model" in result.cause
 
 
-@BOTH
-def test_edited_code_trains_nothing(jobs, launcher, tasks):
-    run = jobs.run(2, launcher=launcher, steps=3)
+def test_edited_code_trains_nothing(jobs):
+    run = jobs.run(2, launcher="local", steps=3)
     (jobs.sweep.path / "code").unlink()
     (jobs.sweep.path / "code" / "titanlab").mkdir(parents=True)
-    codes, said = ended(jobs.start(run, tasks))
+    codes, said = ended(jobs.start(run, 1))
     result = run.result()
-    assert (codes, result.kind, run.attempts()) == ([2] * tasks, OutcomeKind.INFEASIBLE, [1]), said
+    assert (codes, result.kind, run.attempts()) == ([2], OutcomeKind.INFEASIBLE, [1]), said
     assert "is not the code of this job, " in result.cause
     assert "PYTHONPATH was lost or changed on the way to its processes; have launch.container and" in result.cause
     assert run.metrics("train") == []
@@ -200,13 +178,14 @@ def test_one_that_was_put_back_and_whose_dead_start_holds_the_run_goes_back_agai
         launcher="slurm", job_id="12", raw_job_id="12", restart=restart, index=None, ranks=ALONE, nodes=("n1",)
     )
     launch = {"requeue": True, "max_requeues": 20}
-    job = Job(run=run, place=place, token=token, index=0, launch=launch)
+    submitted = replace(submission(token), launch=launch)
+    job = Job(run=run, place=place, submission=submitted, index=0)
     with run.claim():
         assert task._lead(job) == code
         assert put_back == ([1] if asked else [])
         assert rendezvous.find_meeting(run, job.start).reason
         # Not without end, and not against a wish.
-        assert task._lead(replace(job, launch={**launch, "max_requeues": 1})) == code
+        assert task._lead(replace(job, submission=replace(submitted, launch={**launch, "max_requeues": 1}))) == code
         assert task._lead(replace(job, signals=[(2, 0.0)])) == code
     assert put_back == ([1] if asked else [])
 
@@ -244,9 +223,9 @@ class Here(Elsewhere):
 @pytest.mark.parametrize(("config", "hosts"), [(Elsewhere(), ["n1"]), (Here(), []), (Local(), [])])
 def test_a_host_is_remembered_unless_all_jobs_run_on_it(tmp_path, monkeypatch, config, hosts):
     remembered = []
-    monkeypatch.setattr(rendezvous, "default_config", {config.kind: config}.__getitem__)
-    monkeypatch.setattr(rendezvous, "note_bad_host", lambda run, outcome, host: remembered.append(host))
+    monkeypatch.setattr(execute, "default_config", {config.kind: config}.__getitem__)
+    monkeypatch.setattr(execute, "note_bad_host", lambda run, outcome, host: remembered.append(host))
     place = ProcessPlace(launcher=config.kind, job_id="1", raw_job_id="1", ranks=ALONE, nodes=("n1",))
-    job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, token="t", index=0)
-    rendezvous.RankGroup(job, print).remember_host(Outcome(kind=OutcomeKind.HANG))
+    job = Job(run=tiny.begin(tiny.recipe(tmp_path)), place=place, submission=submission(), index=0)
+    Attempts(job.run, None, job=job).remember_host(Outcome(kind=OutcomeKind.HANG))
     assert remembered == hosts

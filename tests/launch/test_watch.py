@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.launch.command import alive
+from tests.launch.slurm.printed import submission
 from tests.sweep.jobs import Jobs
 from tests.until import until
 from titanlab.distributed import ALONE, LOG, read_stop, write_stop
@@ -70,7 +71,7 @@ def watched(run, monkeypatch, tmp_path):
         job = SimpleNamespace(run=run, leads=False, signals=[], is_hurried=bool(signals))
         log = {LOG: str(run.logs / "rank-0.log")}
         started = start_worker(run.path, ranks, 1, config={"a": [1]}, variables=log, set_up=set_up)
-        RankWatch(run, 1, started, ranks, StopCheck(job, signal_seconds=30)).to_end()
+        RankWatch(run, 1, RankProcesses({0: started}), ranks, StopCheck(job, signal_seconds=30)).to_end()
         return next((note for note in run.failures(1) if note.rank == 0), None)
 
     return to_end
@@ -281,7 +282,7 @@ def test_ranks_save_before_a_slow_scheduler_has_said_why(run, monkeypatch):
     monkeypatch.setattr(watch, "ASK_SECONDS", 0.05)
     attempt = run.attempt_folder(1)
     signals = [(int(signal.SIGUSR2), time.monotonic())]
-    check = StopCheck(Job(run=run, place=place(), token="aa", index=0, signals=signals), signal_seconds=30)
+    check = StopCheck(Job(run=run, place=place(), submission=submission(), index=0, signals=signals), signal_seconds=30)
     begin = time.monotonic()
     check.look(attempt)
     assert time.monotonic() - begin < 20

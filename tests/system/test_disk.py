@@ -133,7 +133,7 @@ def test_a_checkpoint_that_is_not_whole_gives_way_to_the_record_of_the_end(run, 
 def test_where_not_even_that_can_be_written_a_line_says_so(run, monkeypatch, capsys):
     Full(monkeypatch, run.path)
     with Console() as console:
-        outcome = _recorded(run, 1, [], console, terminal={0}, memory=None)
+        outcome = _recorded(run, 1, {}, console, terminal={0}, memory=None)
     assert (outcome.kind, outcome.kind.exit_code) == (OutcomeKind.CRASH, 1)
     assert run.result() is None
     said = capsys.readouterr().err

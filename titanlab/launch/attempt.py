@@ -1,4 +1,4 @@
-"""The attempts at a run, seen from outside its ranks: the loop, the checks before each, its outcome, and restarts."""
+"""One attempt at a run, seen from outside its ranks: the checks before it, its outcome, and whether another follows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import contextlib
 import os
 import signal
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from titanlab.checkpoint import (
     DamagedCheckpoint,
@@ -29,6 +27,7 @@ from titanlab.checkpoint import (
 from titanlab.data import keep, source
 from titanlab.distributed import (
     NATIVE_SIGN,
+    Ranks,
     judged,
     read_stop,
     share_of_cores,
@@ -38,6 +37,7 @@ from titanlab.distributed import (
     world_of,
 )
 from titanlab.errors import ConfigError
+from titanlab.launch.contract import launch_of
 from titanlab.launch.evidence import may_work
 from titanlab.launch.launchers import given_cores
 from titanlab.recipe import LaunchSettings, Recipe, adapted, check_all_but_data, resolve, to_mapping
@@ -57,10 +57,6 @@ from titanlab.records import (
     text_at_end,
 )
 from titanlab.system import StoreFault, disk_fault, tells_of_disk, write_json
-from titanlab.train import write_at_end
-
-if TYPE_CHECKING:
-    from titanlab.launch.job import Job
 
 # Ranks of an attempt whose launcher was killed may still write for this time, see `close_dead`. Those of another host
 # cannot be seen: for these, wait longer than a first step may take.
@@ -71,87 +67,19 @@ _POLL_SECONDS = 0.2
 _RESUMABLE = "; the run can be resumed"
 
 
-class Group(ABC):
-    """The ranks of a claimed run, as seen by the process that makes its attempts.
-
-    Args:
-        processes: of the run on this host; None: all of them.
-        job: of this process; None: it belongs to no job.
-        checkpoint: that the user has chosen for the next attempt; None: the newest.
-
-    Attributes:
-        restart: why the ranks start again, once they do.
-        has_lost_nodes: whether the last attempt has lost a node of the job.
-        fixed: ranks that cannot be left out.
-    """
-
-    has_lost_nodes = False
-    fixed: tuple[int, ...] = ()
-
-    def __init__(
-        self,
-        run: RunFolder,
-        report: Callable[[str], None],
-        *,
-        started_by: str,
-        processes: int | None,
-        job: Job | None = None,
-        checkpoint: Place | None = None,
-    ) -> None:
-        self.run, self.report, self.started_by, self.processes = run, report, started_by, processes
-        self.job, self.checkpoint = job, checkpoint
-        self.restart: Restart | None = None
-        self._restarts: Restarts | None = None
-
-    def make_attempts(self) -> Outcome:
-        """Make attempts until the ranks do not start again. Returns the last outcome."""
-        while True:
-            try:
-                recipe = self.next_recipe()
-                attempt = begin(self.run, recipe, self)
-            except Exception as error:
-                return self.refused(error)
-            if self.job is not None:
-                self.job.note(attempt)
-            if self.restart is not None:
-                self.restart.note(self.run, attempt)
-            outcome = self.attempted(attempt, recipe)
-            if not self.goes_on_after(outcome, recipe):
-                # A run that was stopped must end soon, and may go on: `titanlab sync` writes its files.
-                is_stopped = outcome.kind.automatic or outcome.kind is OutcomeKind.CANCELLED
-                if not is_stopped and (problem := write_at_end(self.run, recipe, attempt)) is not None:
-                    self.report(problem)
-                return outcome
-
-    @abstractmethod
-    def next_recipe(self) -> Recipe:
-        """The recipe of the next attempt, after every check."""
-
-    @abstractmethod
-    def refused(self, error: Exception) -> Outcome:
-        """Record that the next attempt cannot begin, or raise the error."""
-
-    @abstractmethod
-    def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
-        """Start the ranks of an attempt that has begun, wait for their end, and record the outcome."""
-
-    @abstractmethod
-    def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
-        """Decide whether the ranks start again, perhaps with another recipe."""
-
-    def decided(self, outcome: Outcome, recipe: Recipe, *, lost: str = "", usable: int | None = None) -> str | None:
-        """Decide as `Restarts` does, and tell the user. Returns why the ranks do not start again; None: they do."""
-        self._restarts = self._restarts or Restarts(self.run, recipe.launch, fixed=self.fixed)
-        self.restart, why_not = self._restarts.after(outcome, recipe, lost=lost, usable=usable)
-        if line := why_not if self.restart is None else self.restart.why:
-            self.report(line)
-        return None if self.restart is not None else why_not
-
-
-def begin(run: RunFolder, recipe: Recipe, group: Group) -> int:
+def begin(
+    run: RunFolder,
+    recipe: Recipe,
+    report: Callable[[str], None],
+    *,
+    ranks: Ranks | None = None,
+    checkpoint: Place | None = None,
+) -> int:
     """Begin the next attempt at a claimed run. Returns its number.
 
-    If a checkpoint that the user has chosen is damaged, an older one is not tried.
+    Args:
+        ranks: of this process, if others are started elsewhere.
+        checkpoint: that the user has chosen; if it is damaged, an older one is not tried. None: the newest.
 
     Raises:
         ConfigError: the run's checkpoint is missing, damaged, or of another model; or a file that the attempt appends
@@ -161,16 +89,17 @@ def begin(run: RunFolder, recipe: Recipe, group: Group) -> int:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             what = "a symbolic link" if path.is_symlink() else "not a regular file"
             raise ConfigError("run", path, f"is {what}, and this attempt would append to it", "remove it")
-    if group.checkpoint is None:
-        pass_over_damaged(run, recipe, group.report)
+    if checkpoint is None:
+        pass_over_damaged(run, recipe, report)
+    launcher = launch_of(recipe).kind if ranks is None else ranks.started_by
     devices = {"accelerator": recipe.cluster.accelerator, "name": recipe.cluster.device, "count": this_host().count}
-    environ = {**os.environ, **given_cores(group.started_by, os.environ)}
-    share = share_of_cores(group.processes or recipe.layout.world, environ)
+    environ = {**os.environ, **given_cores(launcher, os.environ)}
+    share = share_of_cores(recipe.layout.world if ranks is None else ranks.local_world, environ)
     threads = thread_count({**environ, **thread_variables(environ, share, recipe.launch.threads)})
-    provenance = collect(devices=devices, launcher=group.started_by, threads=threads)
+    provenance = collect(devices=devices, launcher=launcher, threads=threads)
     attempt = run.begin_attempt(to_mapping(recipe), provenance.record, patch=provenance.patch)
-    if group.checkpoint is not None:
-        run.note_chosen(attempt, step_of(group.checkpoint))
+    if checkpoint is not None:
+        run.note_chosen(attempt, step_of(checkpoint))
     return attempt
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from titanlab.errors import ConfigError
 from titanlab.recipe import LaunchSettings
 from titanlab.records import OutcomeKind
 from titanlab.records import StopReason as StopReason
@@ -58,10 +57,6 @@ class JobState:
 
 
 States = Mapping[JobKey, JobState]
-
-
-# Why a job ended, according to its scheduler.
-JobEnd = StopReason
 
 
 @dataclass(frozen=True)
@@ -117,14 +112,6 @@ class ProcessPlace:
 Place = ProcessPlace
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A rank that failed; its exit code is -N if signal N ended it."""
-
-    rank: int
-    exit_code: int
-
-
 class LaunchConfig(LaunchSettings, Protocol):
     """Config of a launcher: a dataclass that derives from this class.
 
@@ -143,18 +130,6 @@ class LaunchConfig(LaunchSettings, Protocol):
 def launch_of(recipe: Recipe) -> LaunchConfig:
     """The launcher's config; composition refuses one that does not derive from `LaunchConfig`."""
     return cast(LaunchConfig, recipe.launch)
-
-
-def check_restarts(config: LaunchConfig) -> None:
-    """Check a launcher's limits of restarts; ConfigError: one is out of range."""
-    restarts, least = config.restarts, config.min_world
-    if restarts < 0:
-        raise ConfigError("launch.restarts", restarts, "must not be negative", "try 3, or 0 for none")
-    if least is not None and least < 1:
-        raise ConfigError("launch.min_world", least, "must be at least 1", "try 1, or null")
-    if least is not None and not restarts:
-        rule = "says how small a restarted run may become, and launch.restarts=0"
-        raise ConfigError("launch.min_world", least, rule, "give launch.restarts=3 too, or leave it null")
 
 
 class Launcher(Protocol):
@@ -240,11 +215,11 @@ class Launcher(Protocol):
 
     # After a job
 
-    def end_of(self, state: JobState) -> JobEnd | None:
+    def end_of(self, state: JobState) -> StopReason | None:
         """Why a job ended, if the scheduler's state alone explains it."""
         return None
 
-    def end_in_queue(self, state: JobState) -> JobEnd | None:
+    def end_in_queue(self, state: JobState) -> StopReason | None:
         """The same for a job that never started."""
         return None
 
@@ -292,25 +267,6 @@ class Launcher(Protocol):
     def requeue_on_fewer(self, place: ProcessPlace, *, least: int, most: int) -> str | None:
         """Put the job back as `requeue` does, to start on `least` to `most` nodes."""
         return self.requeue(place)
-
-    # Without a queue
-
-    def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
-        """Run `titanlab.launch.rank FOLDER` as `world` ranks and wait until they end (`LaunchConfig.starts_directly`).
-
-        The caller holds stop signals until this returns, so that the end of the ranks is recorded. To let the ranks
-        save and end, this method installs its own handlers, which forward the signals, and at its end raises these
-        signals again for the caller.
-
-        Args:
-            attempt: the number of the attempt, which has begun.
-            logs: folder for the output of all ranks but rank 0.
-
-        Returns:
-            the ranks that failed, by rank.
-        """
-        rule = "submits jobs, and starts no ranks itself"
-        raise ConfigError("launch", type(self).__name__, rule, "submit the run with titanlab sweep")
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
         """The rank of a process that the scheduler itself has started as one of several; None: it has not."""

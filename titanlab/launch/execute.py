@@ -8,24 +8,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from titanlab.checkpoint import Place, parent_of, put_back
 from titanlab.data import source
 from titanlab.distributed import Ranks, check_host, held_signals, stopped_before_start, this_host
+from titanlab.errors import ConfigError
 from titanlab.launch import processes
 from titanlab.launch.attempt import (
-    Group,
+    Restart,
+    Restarts,
+    begin,
+    change,
     close_earlier,
     conclude,
     go_back,
     keep_tokenizer,
     missed_checkpoint,
+    reduced,
     with_progress,
 )
-from titanlab.launch.contract import Failure, launch_of
-from titanlab.launch.evidence import memory_kills
-from titanlab.launch.launchers import joined
+from titanlab.launch.contract import launch_of
+from titanlab.launch.evidence import memory_kills, note_bad_host, suspect
+from titanlab.launch.job import Job, Loss, Rendezvous, address_of, lost_ranks, port_of, publish_meeting
+from titanlab.launch.launchers import default_config, joined
+from titanlab.launch.watch import StopCheck, say, settle, watched
 from titanlab.recipe import (
     Recipe,
     check,
@@ -48,10 +54,7 @@ from titanlab.records import (
     identify,
 )
 from titanlab.system import Console, counted, disk_fault, shown_path, tells_of_disk
-from titanlab.train import check_beginning, not_read, start_fingerprint
-
-if TYPE_CHECKING:
-    from titanlab.launch.job import Job
+from titanlab.train import check_beginning, not_read, start_fingerprint, write_at_end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,88 +159,165 @@ def continue_run(
     if ranks is not None and ranks.rank > 0:
         # Only rank 0 writes records.
         with held_signals():
-            failures = processes.start_one(run.path, ranks, config=to_mapping(recipe))
-        return from_exit(failures[0].exit_code, rank=ranks.rank) if failures else Outcome(kind=OutcomeKind.DONE)
+            failed = processes.start(run, ranks, attempt=None, config=to_mapping(recipe))
+        return from_exit(failed[ranks.rank], rank=ranks.rank) if failed else Outcome(kind=OutcomeKind.DONE)
     with run.claim():
         close_earlier(run)
         run.withdraw_cancel()
         put_aside: list[Place] = []
         if checkpoint is not None:
             put_aside = go_back(run, recipe, checkpoint, console.note)
-        started_by = ranks.started_by if ranks else launch_of(recipe).kind
-        here = RanksHere(run, recipe, ranks, console, started_by=started_by, checkpoint=checkpoint, put_aside=put_aside)
-        return here.make_attempts()
+        attempts = Attempts(run, console, recipe=recipe, ranks=ranks, checkpoint=checkpoint, put_aside=put_aside)
+        return attempts.make()
 
 
-class RanksHere(Group):
-    """The ranks of a run that this process starts: all of them, or the one as which torchrun or srun started it.
+# Outcomes that a lost rank may have caused.
+_WITH_A_LOSS = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
+
+
+class Attempts:
+    """The attempts at a claimed run: begin, start the ranks, watch, conclude, and start again or end.
+
+    This process starts all ranks, or the one as which torchrun or srun has started it. In a job with a task for each
+    rank it starts rank 0, and the tasks of the others join each attempt by its rendezvous.
 
     Args:
-        recipe: prepared; None: the job's, which is prepared first.
+        console: of the ranks that this process starts; None: its job has a task for each rank.
+        recipe: prepared; None: the job's.
+        ranks: of this process, if torchrun or srun has started it.
+        checkpoint: that the user has chosen for the next attempt; None: the newest.
         put_aside: the checkpoints after the chosen one, which were renamed.
-        job: the job of this process, if it runs all ranks: a check that prevents its attempt then gives a result.
+        job: of this process; a check that prevents its attempt then gives a result.
+
+    Attributes:
+        restart: why the ranks start again, once they do.
+        round: number of the attempt in this start of the job, from 0.
+        members: ranks of the job that take part; empty: all of them.
+        has_lost_nodes: whether the last attempt has lost a node of the job.
     """
 
     def __init__(
         self,
         run: RunFolder,
-        recipe: Recipe | None,
-        ranks: Ranks | None,
-        console: Console,
+        console: Console | None,
         *,
-        started_by: str,
+        recipe: Recipe | None = None,
+        ranks: Ranks | None = None,
         checkpoint: Place | None = None,
         put_aside: Sequence[Place] = (),
         job: Job | None = None,
     ) -> None:
-        processes = ranks.local_world if ranks else None
-        super().__init__(run, console.warn, started_by=started_by, processes=processes, job=job, checkpoint=checkpoint)
-        self._recipe, self._ranks, self._console, self._put_aside = recipe, ranks, console, put_aside
-        self._held: list[tuple[int, float]] = []
+        self.run, self._console, self._recipe, self._ranks, self._job = run, console, recipe, ranks, job
+        self._checkpoint, self._put_aside = checkpoint, put_aside
+        self.report = say if console is None else console.warn
+        self.restart: Restart | None = None
+        self._restarts: Restarts | None = None
+        self._signals = [] if job is None else job.signals
+        self.round = 0
+        self.members: tuple[int, ...] = ()
+        self.has_lost_nodes = False
+        self._loss = Loss()
+        self._left_out: set[int] = set()
 
-    def next_recipe(self) -> Recipe:
-        if self.restart is not None:
-            return self.restart.recipe
-        if self.checkpoint is None and (missed := missed_checkpoint(self.run)):
-            self._console.note(missed)
-        if self._recipe is None:
-            assert self.job is not None
-            self.job.check_code()
-            check_unedited(self.run)
+    @property
+    def job(self) -> Job:
+        assert self._job is not None
+        return self._job
+
+    def make(self) -> Outcome:
+        """Make attempts until the ranks do not start again. Returns the last outcome."""
+        while True:
+            address, port = "", 0
+            try:
+                recipe = self.recipe() if self.restart is None else self.restart.recipe
+                ranks = self._ranks
+                if self._console is None:
+                    ranks = self.job.place.ranks
+                    address, port = address_of(self.job.launcher, self.job.place, os.environ), port_of(os.environ)
+                attempt = begin(self.run, recipe, self.report, ranks=ranks, checkpoint=self._checkpoint)
+            except Exception as error:
+                if self._job is None:
+                    raise
+                return self._refused(error)
+            if self._job is not None:
+                self._job.note(attempt)
+            if self.restart is not None:
+                self.restart.note(self.run, attempt)
+            if self._console is None:
+                outcome = self._with_tasks(attempt, recipe, address, port)
+            else:
+                outcome = self._from_here(attempt, recipe, self._console)
+            if not self.goes_on_after(outcome, recipe):
+                # A run that was stopped must end soon, and may go on: `titanlab sync` writes its files.
+                is_stopped = outcome.kind.automatic or outcome.kind is OutcomeKind.CANCELLED
+                if not is_stopped and (problem := write_at_end(self.run, recipe, attempt)) is not None:
+                    self.report(problem)
+                return outcome
+
+    def recipe(self) -> Recipe:
+        """The recipe of the first attempt, after every check.
+
+        A job that was put back into the queue after the loss of a node may start on fewer nodes: then the same rule
+        chooses a smaller layout.
+
+        Raises:
+            ConfigError: the recipe is not valid, or no layout fits so few processes.
+        """
+        note = self.report if self._console is None else self._console.note
+        if self._checkpoint is None and (missed := missed_checkpoint(self.run)):
+            note(missed)
+        if self._recipe is not None:
+            return self._recipe
+        self.job.check_code()
+        check_unedited(self.run)
+        recipe: Recipe = from_mapping(self.job.config())
+        if self._console is not None:
             # A scheduler may have started the process that submitted, not this one.
-            recipe = from_mapping(self.job.config())
-            self._recipe = prepare([recipe], self._console.note, started=True, environ={})[0].recipe
-        return self._recipe
+            return prepare([recipe], note, started=True, environ={})[0].recipe
+        world, least = self.job.place.ranks.world, recipe.launch.min_world
+        if least is None or world >= recipe.layout.world:
+            return recipe
+        smaller = reduced(recipe, world, least)
+        if smaller is None:
+            rule = f"has {recipe.layout.world} processes, the job has {world}, and no layout of at least {least} fits"
+            cure = f"cancel the job, and submit the run again: titanlab resume {self.run.path}"
+            raise ConfigError("launch.min_world", least, rule, cure)
+        self.members = tuple(range(smaller.layout.world)) if smaller.layout.world < world else ()
+        self.report(f"the job has {world} processes: {change(recipe, smaller)}")
+        return smaller
 
-    def refused(self, error: Exception) -> Outcome:
-        if self.job is None:
-            raise error
-        return self.job.refused(error, self.job.config())
+    def _refused(self, error: Exception) -> Outcome:
+        config = self.job.config() if self.restart is None else to_mapping(self.restart.recipe)
+        outcome = self.job.refused(error, config)
+        if self._console is None:
+            # The other ranks wait for the rendezvous.
+            publish_meeting(self.run, Rendezvous(start=self.job.round(self.round), attempt=outcome.attempt))
+            self._say_end(outcome)
+        return outcome
 
-    def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
-        run, console, ranks, job = self.run, self._console, self._ranks, self.job
+    def _from_here(self, attempt: int, recipe: Recipe, console: Console) -> Outcome:
+        """Start all ranks, or the one of this process, and wait for their end."""
+        run, ranks = self.run, self._ranks
         # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
         # records why another rank has failed.
-        with held_signals() as self._held:
-            if job is not None:
-                self._held += job.signals
-            start = launch_of(recipe).implementation().start if ranks is None else None
+        with held_signals() as held:
+            held += [] if self._job is None else self._job.signals
+            self._signals = held
             keep_tokenizer(run, recipe)
             kills = memory_kills()
             # From here on, rank 0 writes to the terminal.
             console.phase(None)
-            if self._held:
-                outcome = with_progress(run, stopped_before_start(self._held[0][0], attempt=attempt))
+            if held:
+                outcome = with_progress(run, stopped_before_start(held[0][0], attempt=attempt))
                 run.write_result(outcome)
                 console.note(f"{outcome.kind.value}: {outcome.cause}")
             else:
-                if start is not None:
-                    failures = start(run.path, attempt=attempt, world=recipe.layout.world, logs=run.logs)
+                if ranks is None:
+                    failed = processes.start(run, processes.of_this_host(recipe.layout.world), attempt=attempt)
                 else:
-                    assert ranks is not None
-                    failures = processes.start_one(run.path, ranks)
-                shown = set(range(ranks.world)) if ranks is not None else {0} if job is None else set()
-                outcome = _recorded(run, attempt, failures, console, terminal=shown, memory=kills.evidence())
+                    failed = processes.start(run, ranks, attempt=None)
+                shown = set(range(ranks.world)) if ranks is not None else {0} if self._job is None else set()
+                outcome = _recorded(run, attempt, failed, console, terminal=shown, memory=kills.evidence())
             if outcome.kind is OutcomeKind.CANCELLED and (by := run.asked_to_cancel()) is not None:
                 # The cause begins with the signal that asked the ranks to stop: name the user instead.
                 outcome = replace(outcome, cause=f"{by}; {(outcome.cause or '').partition('; ')[2]}")
@@ -247,21 +327,107 @@ class RanksHere(Group):
                 put_back(self._put_aside)
         return outcome
 
+    def _with_tasks(self, attempt: int, recipe: Recipe, address: str, port: int) -> Outcome:
+        """Let the tasks of the other ranks join, run rank 0, and record how the attempt has ended."""
+        run, job, place = self.run, self.job, self.job.place
+        meeting = Rendezvous(
+            start=job.round(self.round), attempt=attempt, address=address, port=port, members=self.members
+        )
+        publish_meeting(run, meeting)
+        world = len(self.members) or place.ranks.world
+        where = f"{counted(world, 'process', 'processes')} on {', '.join(place.nodes)}"
+        self.report(f"{run.path.name}, attempt {attempt}: {where}, job {place.job_id}")
+        stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
+        code = watched(job, recipe, meeting, stop)
+        if run.result(attempt) is None:
+            settle(run, attempt, world)
+        outcome = run.result(attempt) or conclude(run, attempt, {0: code} if code else {})
+        corrected = stop.corrected(outcome)
+        if corrected != outcome:
+            run.write_result(corrected)
+        outcome = self.called(corrected, recipe)
+        self._say_end(outcome)
+        if not self.members:
+            # In a smaller group the rank's number does not determine its host.
+            self.remember_host(outcome)
+        return outcome
+
+    def _say_end(self, outcome: Outcome) -> None:
+        self.report(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
+
+    def remember_host(self, outcome: Outcome) -> None:
+        """Remember the host that may have caused an end, except for jobs that can only run on this host."""
+        place = self.job.place
+        host = suspect(outcome, place.nodes, ranks_per_node=place.ranks_per_node)
+        if host is not None and not default_config(place.launcher).runs_here:
+            note_bad_host(self.run, outcome, host)
+            clear = f"`titanlab hosts --clear {host}`"
+            self.report(f"{host} is remembered: a later job of this run leaves it out, until {clear}")
+
+    def called(self, outcome: Outcome, recipe: Recipe) -> Outcome:
+        """Find out which ranks are lost after an attempt. Returns its outcome: `node_fail` if a node of it is lost.
+
+        Only a job that may become smaller waits for its ranks' answers; the scheduler or other ranks end any other job.
+        """
+        self._loss, self.has_lost_nodes = Loss(), False
+        may_shrink = recipe.launch.restarts and recipe.launch.min_world is not None
+        if self._signals or not may_shrink or outcome.kind not in _WITH_A_LOSS:
+            return outcome
+        loss = self._loss = lost_ranks(self.job, outcome.attempt, known=self._left_out)
+        self.has_lost_nodes = bool(loss.nodes)
+        self._left_out |= set(loss.ranks)
+        lost = [number for number, rank in enumerate(self._members()) if rank in loss.ranks]
+        if not lost or not loss.nodes or outcome.kind is OutcomeKind.OOM:
+            return outcome
+        cause = f"{loss.words}; {outcome.cause}" if outcome.cause else loss.words
+        kind = OutcomeKind.NODE_FAIL
+        outcome = replace(outcome, kind=kind, rank=lost[0], cause=cause, traceback=None, exit_code=None)
+        self.run.write_result(outcome)
+        return outcome
+
     def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
-        # torchrun has its own restarts; a signal means that somebody wants the run to end.
-        if self._held or self._ranks is not None or self.decided(outcome, recipe) is not None:
+        """Decide whether the ranks start again, perhaps with another recipe, and tell the user and the other tasks."""
+        # torchrun has its own restarts.
+        if self._ranks is not None or not recipe.launch.restarts:
             return False
-        assert self.restart is not None
-        if self.restart.left_out is not None and recipe.cluster.accelerator == "cuda":
-            processes.hide_device(self.restart.left_out)
-        self.checkpoint, self._put_aside = None, ()
+        self.restart, why_not = None, ""
+        # A signal means that somebody wants the run to end.
+        if not self._signals:
+            lost, usable = "", None
+            if self._console is None:
+                lost = self._loss.words if set(self._loss.ranks) & set(self._members()) else ""
+                usable = self.job.place.ranks.world - len(self._left_out) if recipe.launch.min_world else None
+            # Rank 0 of a job cannot be left out: its task writes the records.
+            fixed = (0,) if self._console is None else ()
+            self._restarts = self._restarts or Restarts(self.run, recipe.launch, fixed=fixed)
+            self.restart, why_not = self._restarts.after(outcome, recipe, lost=lost, usable=usable)
+            if line := why_not if self.restart is None else self.restart.why:
+                self.report(line)
+        restart, self.round = self.restart, self.round + 1
+        if restart is None:
+            if self._console is None:
+                # The other ranks wait for the next attempt.
+                meeting = Rendezvous(start=self.job.round(self.round), reason=why_not or "has ended")
+                publish_meeting(self.run, meeting)
+            return False
+        left_out = restart.left_out
+        if self._console is None and (left_out is not None or restart.lost):
+            self._left_out |= set() if left_out is None else {self._members()[left_out]}
+            left = [rank for rank in range(self.job.place.ranks.world) if rank not in self._left_out]
+            self.members = tuple(left[: restart.recipe.layout.world])
+        elif left_out is not None and recipe.cluster.accelerator == "cuda":
+            processes.hide_device(left_out)
+        self._checkpoint, self._put_aside = None, ()
         return True
+
+    def _members(self) -> tuple[int, ...]:
+        return self.members or tuple(range(self.job.place.ranks.world))
 
 
 def _recorded(
     run: RunFolder,
     attempt: int,
-    failures: list[Failure],
+    failed: Mapping[int, int],
     console: Console,
     *,
     terminal: Collection[int],
@@ -270,13 +436,14 @@ def _recorded(
     """The outcome of the attempt; written here if no rank lived long enough to write it.
 
     Args:
+        failed: exit codes of the ranks that failed, by rank.
         terminal: ranks whose output is on the terminal already.
     """
     recorded = run.result(attempt)
     if recorded is not None:
         return recorded
     try:
-        outcome = conclude(run, attempt, {failure.rank: failure.exit_code for failure in failures}, memory=memory)
+        outcome = conclude(run, attempt, failed, memory=memory)
     except OSError as error:
         fault = disk_fault(error)
         if fault is None:

@@ -14,60 +14,38 @@ import contextlib
 import os
 import socket
 import time
-import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import titanlab
-from titanlab.data import source
-from titanlab.distributed import ALONE, LOG, ONE_REQUEST_SECONDS, Ranks, check_host, free_port, look_seconds, this_host
+from titanlab.distributed import ALONE, ONE_REQUEST_SECONDS, Ranks, free_port, look_seconds
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.launch.attempt import (
-    Group,
-    change,
-    conclude,
-    keep_tokenizer,
-    missed_checkpoint,
-    reduced,
-)
-from titanlab.launch.contract import Launcher, ProcessPlace, launch_of
-from titanlab.launch.evidence import note_bad_host, suspect
+from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.launchers import default_config, launcher_named
-from titanlab.launch.processes import start_worker
 from titanlab.launch.submission import Submission, submissions
-from titanlab.launch.watch import RankWatch, StopCheck, ignore_stop_signals, say, settle
-from titanlab.recipe import Recipe, check_unedited, from_mapping, to_mapping
+from titanlab.launch.watch import say
 from titanlab.records import Outcome, OutcomeKind, RunFolder, from_exception, read_optional
 from titanlab.system import counted, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One process of one start of a job.
-
-    Attributes:
-        launch: config of the launcher with which the job was submitted; the run may have been created with another one.
-        changes: groups and values of the run's recipe that this job replaces: another layout.
-        code: folder of the code that was submitted; None: no particular code is required.
-    """
+    """One process of one start of a job; `index` is that of its run in the submission."""
 
     run: RunFolder
     place: ProcessPlace
-    token: str
+    submission: Submission
     index: int
-    launch: Mapping[str, Any] = field(default_factory=dict)
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    code: Path | None = None
     signals: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def start(self) -> str:
         """An identifier that only the processes of this start share."""
-        return f"{self.token}/{self.index} {self.place.start}"
+        return f"{self.submission.token}/{self.index} {self.place.start}"
 
     def round(self, number: int) -> str:
         """An identifier of one attempt of this start: 0 is the first, n follows the n-th restart in place."""
@@ -98,7 +76,8 @@ class Job:
     def goes_on(self) -> bool:
         """Whether the newest attempt at the run belongs to an earlier start of this job."""
         made_by = self.run.job() or {}
-        return self.place.restart > 0 and (made_by.get("token"), made_by.get("index")) == (self.token, self.index)
+        own = self.submission.token, self.index
+        return self.place.restart > 0 and (made_by.get("token"), made_by.get("index")) == own
 
     def is_done(self) -> bool:
         """Whether the run is done already; if so, this is printed."""
@@ -109,9 +88,13 @@ class Job:
         return True
 
     def config(self) -> dict[str, Any]:
-        """The run's recipe for an attempt of this job, as plain values."""
-        launch = {"launch": dict(self.launch)} if self.launch else {}
-        return {**self.run.config(), **self.changes, **launch}
+        """The run's recipe for an attempt of this job, as plain values.
+
+        Its launcher may be another one than that with which the run was created, and its layout another one.
+        """
+        submission = self.submission
+        launch = {"launch": dict(submission.launch)} if submission.launch else {}
+        return {**self.run.config(), **submission.changes.get(self.run.path.name, {}), **launch}
 
     def note(self, attempt: int) -> None:
         """Write the job.json of an attempt."""
@@ -123,7 +106,7 @@ class Job:
             "raw_job_id": place.raw_job_id,
             "restart_count": place.restart,
             "nodes": list(place.nodes),
-            "token": self.token,
+            "token": self.submission.token,
             "index": self.index,
             "started": time.time(),
         }
@@ -131,12 +114,12 @@ class Job:
 
     def check_code(self) -> None:
         """Check that this process runs the code that was submitted, and not sources that were edited later."""
-        here = Path(titanlab.__file__).parent
+        here, code = Path(titanlab.__file__).parent, self.run.path.parent / self.submission.code
         # Compare the folders themselves: one folder may have several paths.
         with contextlib.suppress(OSError):
-            if self.code is None or here.samefile(self.code / "titanlab"):
+            if here.samefile(code / "titanlab"):
                 return
-        rule = f"is not the code of this job, {self.code}: PYTHONPATH was lost or changed on the way to its processes"
+        rule = f"is not the code of this job, {code}: PYTHONPATH was lost or changed on the way to its processes"
         cure = "have launch.container and launch.srun_arguments pass PYTHONPATH on"
         raise ConfigError("titanlab", here, rule, f"{cure}, and launch.environment leave it alone")
 
@@ -318,197 +301,3 @@ def lost_ranks(job: Job, attempt: int, *, known: Collection[int] = (), seconds: 
 def _listed(noun: str, what: Sequence[object]) -> str:
     shown = ", ".join(str(item) for item in what[:8])
     return f"{noun}{'s' if len(what) > 1 else ''} {shown}" + (f" and {len(what) - 8} more" if len(what) > 8 else "")
-
-
-# Outcomes that a lost rank may have caused.
-_WITH_A_LOSS = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
-
-
-class RankGroup(Group):
-    """The ranks of one start of a job, as rank 0 sees them.
-
-    Attributes:
-        round: number of the attempt in this start, from 0.
-        members: ranks of the job that take part; empty: all of them.
-    """
-
-    # Rank 0 cannot be left out: its task writes the records.
-    fixed = (0,)
-
-    def __init__(self, job: Job, report: Callable[[str], None]) -> None:
-        place = job.place
-        super().__init__(job.run, report, started_by=place.launcher, processes=place.ranks.local_world, job=job)
-        self.job: Job = job
-        self._left_out: set[int] = set()
-        self._loss = Loss()
-        self._meeting_place = ("", 0)
-        self.round = 0
-        self.members: tuple[int, ...] = ()
-
-    def next_recipe(self) -> Recipe:
-        self.job.check_code()
-        recipe = self.recipe()
-        self._meeting_place = address_of(self.job.launcher, self.job.place, os.environ), port_of(os.environ)
-        if (missed := missed_checkpoint(self.run)) is not None:
-            self.report(missed)
-        return recipe
-
-    def recipe(self) -> Recipe:
-        """The recipe of the next attempt.
-
-        A job that was put back into the queue after the loss of a node may start on fewer nodes: then the same rule
-        chooses a smaller layout.
-
-        Raises:
-            ConfigError: the recipe is not valid, or no layout fits so few processes.
-        """
-        if self.restart is not None:
-            return self.restart.recipe
-        check_unedited(self.run)
-        recipe: Recipe = from_mapping(self.job.config())
-        world, least = self.job.place.ranks.world, recipe.launch.min_world
-        if least is None or world >= recipe.layout.world:
-            return recipe
-        smaller = reduced(recipe, world, least)
-        if smaller is None:
-            rule = f"has {recipe.layout.world} processes, the job has {world}, and no layout of at least {least} fits"
-            cure = f"cancel the job, and submit the run again: titanlab resume {self.run.path}"
-            raise ConfigError("launch.min_world", least, rule, cure)
-        self.members = tuple(range(smaller.layout.world)) if smaller.layout.world < world else ()
-        self.report(f"the job has {world} processes: {change(recipe, smaller)}")
-        return smaller
-
-    def config(self) -> dict[str, Any]:
-        """The recipe of the next attempt as plain values, before it is fitted to a job that has become smaller."""
-        return self.job.config() if self.restart is None else to_mapping(self.restart.recipe)
-
-    def refused(self, error: Exception) -> Outcome:
-        outcome = self.job.refused(error, self.config())
-        # The other ranks wait for the rendezvous.
-        publish_meeting(self.run, Rendezvous(start=self.job.round(self.round), attempt=outcome.attempt))
-        self._say_end(outcome)
-        return outcome
-
-    def attempted(self, attempt: int, recipe: Recipe) -> Outcome:
-        job, run, place = self.job, self.run, self.job.place
-        address, port = self._meeting_place
-        meeting = Rendezvous(
-            start=job.round(self.round), attempt=attempt, address=address, port=port, members=self.members
-        )
-        publish_meeting(run, meeting)
-        world = len(self.members) or place.ranks.world
-        where = f"{counted(world, 'process', 'processes')} on {', '.join(place.nodes)}"
-        self.report(f"{run.path.name}, attempt {attempt}: {where}, job {place.job_id}")
-        stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
-        code = watched(job, recipe, meeting, stop)
-        if run.result(attempt) is None:
-            settle(run, attempt, world)
-        outcome = run.result(attempt) or conclude(run, attempt, {0: code} if code else {})
-        corrected = stop.corrected(outcome)
-        if corrected != outcome:
-            run.write_result(corrected)
-        outcome = self.called(corrected, recipe)
-        self._say_end(outcome)
-        if not self.members:
-            # In a smaller group the rank's number does not determine its host.
-            self.remember_host(outcome)
-        return outcome
-
-    def _say_end(self, outcome: Outcome) -> None:
-        self.report(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
-
-    def remember_host(self, outcome: Outcome) -> None:
-        """Remember the host that may have caused an end, except for jobs that can only run on this host."""
-        place = self.job.place
-        host = suspect(outcome, place.nodes, ranks_per_node=place.ranks_per_node)
-        if host is not None and not default_config(place.launcher).runs_here:
-            note_bad_host(self.run, outcome, host)
-            clear = f"`titanlab hosts --clear {host}`"
-            self.report(f"{host} is remembered: a later job of this run leaves it out, until {clear}")
-
-    def called(self, outcome: Outcome, recipe: Recipe) -> Outcome:
-        """Find out which ranks are lost after an attempt. Returns its outcome: `node_fail` if a node of it is lost.
-
-        Only a job that may become smaller waits for its ranks' answers; the scheduler or other ranks end any other job.
-        """
-        self._loss, self.has_lost_nodes, job = Loss(), False, self.job
-        if job.signals or not _calls(recipe) or outcome.kind not in _WITH_A_LOSS:
-            return outcome
-        loss = self._loss = lost_ranks(job, outcome.attempt, known=self._left_out)
-        self.has_lost_nodes = bool(loss.nodes)
-        self._left_out |= set(loss.ranks)
-        members = self.members or tuple(range(job.place.ranks.world))
-        lost = [number for number, rank in enumerate(members) if rank in loss.ranks]
-        if not lost or not loss.nodes or outcome.kind is OutcomeKind.OOM:
-            return outcome
-        cause = f"{loss.words}; {outcome.cause}" if outcome.cause else loss.words
-        kind = OutcomeKind.NODE_FAIL
-        outcome = replace(outcome, kind=kind, rank=lost[0], cause=cause, traceback=None, exit_code=None)
-        self.run.write_result(outcome)
-        return outcome
-
-    def goes_on_after(self, outcome: Outcome, recipe: Recipe) -> bool:
-        if not recipe.launch.restarts:
-            return False
-        job, world = self.job, self.job.place.ranks.world
-        members = self.members or tuple(range(world))
-        lost = self._loss.words if set(self._loss.ranks) & set(members) else ""
-        why_not: str | None = ""
-        if not job.signals:
-            usable = world - len(self._left_out) if _calls(recipe) else None
-            why_not = self.decided(outcome, recipe, lost=lost, usable=usable)
-        self.round += 1
-        if why_not is not None:
-            # The other ranks wait for the next attempt.
-            publish_meeting(self.run, Rendezvous(start=job.round(self.round), reason=why_not or "has ended"))
-            return False
-        restart = self.restart
-        assert restart is not None
-        if restart.left_out is not None:
-            self._left_out.add(members[restart.left_out])
-        if restart.left_out is not None or restart.lost:
-            left = [rank for rank in range(world) if rank not in self._left_out]
-            self.members = tuple(left[: restart.recipe.layout.world])
-        return True
-
-
-def _calls(recipe: Recipe) -> bool:
-    return bool(recipe.launch.restarts) and recipe.launch.min_world is not None
-
-
-def ranks_in(ranks: Ranks, meeting: Rendezvous) -> Ranks:
-    """The rank of a process in an attempt; its device, which follows from its rank on its host, stays the same."""
-    met = replace(ranks, address=meeting.address, port=meeting.port)
-    if not meeting.members:
-        return met
-    return replace(met, rank=meeting.members.index(ranks.rank), world=len(meeting.members))
-
-
-def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> int:
-    """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
-    run, ranks = job.run, ranks_in(job.place.ranks, meeting)
-    try:
-        job.check_code()
-        cluster = recipe.cluster
-        check_host(
-            this_host(),
-            accelerator=cluster.accelerator,
-            device=cluster.device,
-            processes=ranks.local_world,
-            has_own_gpu=ranks.has_own_gpu,
-        )
-        if job.leads:
-            source.prepare(recipe.data, report=say)
-            keep_tokenizer(run, recipe)
-        log = {LOG: str(run.logs / f"rank-{ranks.rank}.log")}
-        config = run.config(meeting.attempt)
-        started = start_worker(
-            run.path, ranks, meeting.attempt, config=config, variables=log, set_up=ignore_stop_signals
-        )
-    except Exception as error:
-        note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)
-        run.write_failure(note)
-        if note.traceback:
-            traceback.print_exception(error)
-        return note.exit_code or 1
-    return RankWatch(run, meeting.attempt, started, ranks, stop).to_end()

@@ -6,8 +6,18 @@ import re
 from dataclasses import dataclass, field
 
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import LaunchConfig, Launcher, check_restarts
+from titanlab.launch.contract import LaunchConfig, Launcher
 from titanlab.options import NOT_PRICED, option
+
+_THREADS = {"least": 1, "most": 10_000, "cure": "try 1, or null", **NOT_PRICED}
+_RESTARTS = {"least": 0, "cure": "try 3, or 0 for none"}
+_MIN_WORLD = {"least": 1, "cure": "try 1, or null"}
+
+
+def _check_restarts(config: LaunchConfig) -> None:
+    if config.min_world is not None and not config.restarts:
+        rule = "says how small a restarted run may become, and launch.restarts=0"
+        raise ConfigError("launch.min_world", config.min_world, rule, "give launch.restarts=3 too, or leave it null")
 
 
 @option("launch", "local")
@@ -26,17 +36,13 @@ class Local(LaunchConfig):
     """
 
     kind: str = "local"
-    threads: int | None = field(default=None, metadata={"most": 10_000, **NOT_PRICED})
-    at_once: int | None = None
-    restarts: int = 0
-    min_world: int | None = None
+    threads: int | None = field(default=None, metadata=_THREADS)
+    at_once: int | None = field(default=None, metadata={"least": 1, "cure": "try 1, or null"})
+    restarts: int = field(default=0, metadata=_RESTARTS)
+    min_world: int | None = field(default=None, metadata=_MIN_WORLD)
 
     def __post_init__(self) -> None:
-        check_restarts(self)
-        for name in ("threads", "at_once"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"launch.{name}", value, "must be at least 1", "try 1, or null")
+        _check_restarts(self)
 
     @property
     def runs_here(self) -> bool:
@@ -63,7 +69,6 @@ _OURS = frozenset(
 )
 # Flags of sbatch without a value. Other flags have the value yes or no: kill-on-invalid-dep=yes.
 _BARE = frozenset("contiguous exclusive hold overcommit oversubscribe reboot spread-job use-min-nodes wait".split())
-_GPU_FLAGS = ("gpus-per-node", "gres")
 
 
 @option("launch", "slurm")
@@ -105,19 +110,21 @@ class Slurm(LaunchConfig):
     constraint: str | None = None
     nodelist: str | None = None
     exclude: str | None = None
-    cpus_per_task: int | None = field(default=None, metadata=NOT_PRICED)
-    memory_gib: float | None = None
-    minutes: int | None = None
+    cpus_per_task: int | None = field(default=None, metadata={"least": 1, "cure": "try 8, or null", **NOT_PRICED})
+    memory_gib: float | None = field(
+        default=None, metadata={"least": 0, "cure": "try 64, 0 for all of a node, or null"}
+    )
+    minutes: int | None = field(default=None, metadata={"least": 1, "cure": "try 60, or null"})
     gpu_type: str | None = None
-    gpu_flag: str = "gpus-per-node"
+    gpu_flag: str = field(default="gpus-per-node", metadata={"choices": ("gpus-per-node", "gres")})
     ask_for_gpus: bool = True
-    array_parallelism: int | None = None
-    signal_seconds: int = 120
+    array_parallelism: int | None = field(default=None, metadata={"least": 1, "cure": "try 8, or null"})
+    signal_seconds: int = field(default=120, metadata={"least": 1})
     requeue: bool = True
-    max_requeues: int = 20
-    restarts: int = 0
-    min_world: int | None = None
-    threads: int | None = field(default=None, metadata={"most": 10_000, **NOT_PRICED})
+    max_requeues: int = field(default=20, metadata={"least": 0})
+    restarts: int = field(default=0, metadata=_RESTARTS)
+    min_world: int | None = field(default=None, metadata=_MIN_WORLD)
+    threads: int | None = field(default=None, metadata=_THREADS)
     python: str | None = None
     preamble: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -126,18 +133,7 @@ class Slurm(LaunchConfig):
     extra: dict[str, str | int | float | bool | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_restarts(self)
-        examples = {"cpus_per_task": 8, "minutes": 60, "array_parallelism": 8, "threads": 1, "signal_seconds": 120}
-        for name, example in examples.items():
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                null = "" if name == "signal_seconds" else ", or null"
-                raise ConfigError(f"launch.{name}", value, "must be at least 1", f"try {example}{null}")
-        if self.memory_gib is not None and not self.memory_gib >= 0:
-            cure = "try 64, 0 for all of a node, or null"
-            raise ConfigError("launch.memory_gib", self.memory_gib, "must not be negative", cure)
-        if self.max_requeues < 0:
-            raise ConfigError("launch.max_requeues", self.max_requeues, "must not be negative", "try 20")
+        _check_restarts(self)
         if self.minutes is not None and self.signal_seconds >= self.minutes * 60:
             rule = f"leaves nothing of the {self.minutes} minutes that a job has"
             raise ConfigError("launch.signal_seconds", self.signal_seconds, rule, f"try {self.minutes * 10}")
@@ -145,8 +141,6 @@ class Slurm(LaunchConfig):
             value = getattr(self, name)
             if value is not None and (not value.strip() or "\n" in value):
                 raise ConfigError(f"launch.{name}", value, "must be a name", "name one, or null")
-        if self.gpu_flag not in _GPU_FLAGS:
-            raise ConfigError("launch.gpu_flag", self.gpu_flag, "is not a GPU flag", f"try {' or '.join(_GPU_FLAGS)}")
         for name in self.environment:
             if not _NAME.fullmatch(name):
                 cure = "use letters, digits and '_', and do not begin with a digit"

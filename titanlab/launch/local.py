@@ -23,8 +23,7 @@ from types import FrameType
 
 from titanlab.distributed import ALONE, CORES, MEETING, cores, handled_signals
 from titanlab.errors import ConfigError
-from titanlab.launch import processes
-from titanlab.launch.contract import Failure, JobKey, JobState, Launcher, ProcessPlace
+from titanlab.launch.contract import JobKey, JobState, Launcher, ProcessPlace
 from titanlab.launch.evidence import early_end, may_work, printed_lines
 from titanlab.launch.processes import DEVICES, visible_devices
 from titanlab.launch.submission import Submission, claim_sweep, jobs_folder, submissions
@@ -92,10 +91,11 @@ class LocalJob:
             # The table reports the damaged file. This job does not start.
             return JobState(state="ended", raw="ended", job_id=job_id)
         is_over = result is not None and (result.kind is OutcomeKind.DONE or result.ended >= self.submission.created)
-        state = "ended" if has_begun or is_over or not run.path.is_dir() else "pending"
         is_open = has_begun and result is None
         if run.is_claimed() or (is_open and may_work(run.known_status(), silent_seconds=_SILENT_SECONDS)):
             state = "running"
+        else:
+            state = "ended" if has_begun or is_over or not run.path.is_dir() else "pending"
         if not has_begun:
             return JobState(state=state, raw=None if state == "pending" else state, job_id=job_id)
         end = time.time() if state == "running" or result is None else result.ended
@@ -159,9 +159,6 @@ class LocalLauncher(Launcher):
     def place_in(self, environ: Mapping[str, str]) -> ProcessPlace:
         job, ranks = str(os.getpid()), replace(ALONE, started_by=KIND)
         return ProcessPlace(launcher=KIND, job_id=job, raw_job_id=job, ranks=ranks, nodes=(socket.gethostname(),))
-
-    def start(self, folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
-        return processes.start(folder, attempt=attempt, world=world, logs=logs)
 
 
 def wake(sweep: Path) -> bool:
@@ -256,13 +253,8 @@ class Supervisor:
         self._ending = False
 
     def run(self, lock: contextlib.ExitStack) -> None:
-        """Run jobs until all have ended; then release the lock.
-
-        Args:
-            lock: released while the sweep is claimed: a concurrent submission sees either a supervisor that will still
-                read the submission, or none.
-        """
-        while not (self._ending and not self._running):
+        """Run jobs until all have ended; then release the lock."""
+        while self._running or not self._ending:
             try:
                 self._collect()
                 self._read_submissions()
@@ -279,9 +271,14 @@ class Supervisor:
                 continue
             if self._waiting or self._running:
                 time.sleep(_POLL_SECONDS)
-            elif self._is_over(lock):
-                _say("all jobs have ended")
-                return
+            else:
+                # A submission that comes now finds either this supervisor, which will read it, or none.
+                with contextlib.suppress(ConfigError), claim_sweep(self._sweep):
+                    self._read_submissions()
+                    if not self._waiting and not self._running:
+                        lock.close()
+                        _say("all jobs have ended")
+                        return
         _say("told to end; what waits stays in the queue")
 
     def end(self, number: int, frame: FrameType | None) -> None:
@@ -292,14 +289,6 @@ class Supervisor:
                 job.process.send_signal(signal.SIGTERM)
             else:
                 signal_run(RunFolder(self._sweep / job.run), signal.SIGTERM)
-
-    def _is_over(self, lock: contextlib.ExitStack) -> bool:
-        with contextlib.suppress(ConfigError), claim_sweep(self._sweep):
-            self._read_submissions()
-            if not self._waiting and not self._running:
-                lock.close()
-                return True
-        return False
 
     def _read_submissions(self) -> None:
         """Read new submissions: collect the jobs that wait, in order, and watch those that run already."""
@@ -332,10 +321,8 @@ class Supervisor:
                 self._waiting.insert(0, job)
                 continue
             if job.process is not None and state == "pending":
-                code = job.process.returncode
-                fail(
-                    self._sweep, job, early_end(self._logs(job)) or f"ended with exit code {code} before the run began"
-                )
+                cause = f"ended with exit code {job.process.returncode} before the run began"
+                fail(self._sweep, job, early_end(self._logs(job)) or cause)
             _say(f"{job.run} has ended")
 
     def _has_room(self, job: LocalJob) -> bool:

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -40,7 +40,6 @@ from titanlab.distributed import (
     this_host,
 )
 from titanlab.errors import ConfigError
-from titanlab.launch.contract import Failure
 from titanlab.launch.launchers import given_cores
 from titanlab.launch.launchers_schema import Local
 from titanlab.launch.rank.fork import adopting
@@ -213,15 +212,11 @@ KILL_SECONDS = 30.0
 
 
 class RankProcesses:
-    """Child processes of this process, each the leader of a session, by rank.
+    """Child processes of this process, each the leader of a session, by rank: started by it, or adopted (a number)."""
 
-    Args:
-        started: those that this process has started itself; the others were adopted.
-    """
-
-    def __init__(self, pids: Mapping[int, int], started: Mapping[int, subprocess.Popen[bytes]] | None = None) -> None:
-        self.pids = dict(pids)
-        self.started = dict(started or {})
+    def __init__(self, processes: Mapping[int, int | subprocess.Popen[bytes]]) -> None:
+        self.pids = {rank: each if isinstance(each, int) else each.pid for rank, each in processes.items()}
+        self._processes = processes
         self._codes: dict[int, int] = {}
 
     def running(self) -> dict[int, int]:
@@ -239,8 +234,8 @@ class RankProcesses:
                     # group's number.
                     with contextlib.suppress(OSError):
                         os.killpg(pid, signal.SIGKILL)
-                if rank in self.started:
-                    self.started[rank].returncode = self._codes[rank]
+                if not isinstance(process := self._processes[rank], int):
+                    process.returncode = self._codes[rank]
         return {rank: pid for rank, pid in self.pids.items() if rank not in self._codes}
 
     @property
@@ -306,62 +301,46 @@ _LOOK_SECONDS = 0.2
 _PIPE_BYTES = 65_536
 
 
-def start(folder: Path, *, attempt: int, world: int, logs: Path) -> list[Failure]:
-    """Run `titanlab.launch.rank FOLDER` as `world` ranks and wait until they end.
-
-    Rank 0 writes to this terminal; the others write to `logs/rank-N.log`. SIGINT, SIGTERM and a scheduler's warnings
-    are forwarded: the ranks agree on a step, save, and end.
-
-    Returns:
-        the ranks that failed, by rank. Their own records of the failure are in the run's folder.
-    """
-    first = replace(ALONE, world=world, local_world=world, port=free_port(), started_by=Local.kind)
-    if world == 1:
-        return start_one(folder, first, attempt=attempt)
-    begin, run = time.time(), RunFolder(folder)
-    with _stop_requests(run, attempt, first) as escalation:
-        started: RankProcesses | Failure
-        with adopting() as can_fork:
-            if can_fork:
-                started = _forked(run, first, attempt, escalation)
-            else:
-                processes: dict[int, subprocess.Popen[bytes]] = {}
-                for rank in range(world):
-                    log = {LOG: str(logs / f"rank-{rank}.log")} if rank else {}
-                    place = replace(first, rank=rank, local_rank=rank)
-                    processes |= start_worker(folder, place, attempt, variables=log).started
-                started = RankProcesses({rank: process.pid for rank, process in processes.items()}, processes)
-        if isinstance(started, Failure):
-            return [started]
-        return wait_for(started, run, since=begin, escalation=escalation)
+def of_this_host(world: int) -> Ranks:
+    """Rank 0 of a run of which this host has all ranks."""
+    return replace(ALONE, world=world, local_world=world, port=free_port(), started_by=Local.kind)
 
 
-def start_one(
-    folder: Path, ranks: Ranks, *, attempt: int | None = None, config: Mapping[str, Any] | None = None
-) -> list[Failure]:
-    """Run the worker as one given rank; its peers, if it has any, are started elsewhere.
+def start(
+    run: RunFolder, ranks: Ranks, *, attempt: int | None, config: Mapping[str, Any] | None = None
+) -> dict[int, int]:
+    """Run `titanlab.launch.rank FOLDER` as the rank of this process, or as all ranks, and wait until they end.
+
+    Rank 0 writes to this terminal; ranks that only this process starts write to `logs/rank-N.log`. SIGINT, SIGTERM and
+    a scheduler's warnings are forwarded: the ranks agree on a step, save, and end. Then this process gets them too.
 
     Args:
+        ranks: `of_this_host` for all ranks.
         attempt: None: the ranks agree on it.
         config: the recipe as plain values, for a rank that may start before rank 0 has written config.yaml.
+
+    Returns:
+        exit codes of the ranks that failed, by rank; -N for signal N. Their own records are in the run's folder.
     """
-    begin, run = time.time(), RunFolder(folder)
-    with _stop_requests(run, attempt, ranks) as escalation:
-        started = start_worker(folder, ranks, attempt, config=config)
-        return wait_for(started, run, since=begin, escalation=escalation, world=ranks.world)
-
-
-@contextlib.contextmanager
-def _stop_requests(run: RunFolder, attempt: int | None, ranks: Ranks) -> Iterator[Escalation]:
-    """Inside the block, stop signals to this process are requests for its ranks; then the caller gets them too."""
+    begin = time.time()
     # Rank 0 has the terminal.
     say = Console(quiet=ranks.rank > 0).note
     escalation = Escalation(run, attempt=attempt, world=ranks.world, say=say)
     with handled_signals(caught_signals(), escalation.signalled):
-        yield escalation
+        started: RankProcesses | int
+        if ranks.started_by != Local.kind or ranks.world == 1:
+            started = RankProcesses({ranks.rank: start_worker(run.path, ranks, attempt, config=config)})
+        else:
+            with adopting() as can_fork:
+                started = (_forked if can_fork else _each)(run, ranks, attempt, escalation)
+        if isinstance(started, int):
+            failed = {0: started}
+        else:
+            failed = wait_for(started, run, since=begin, escalation=escalation, world=ranks.world)
     # A signal that came while failed ranks were ended must end the run as well.
     for number in escalation.signals:
         signal.raise_signal(number)
+    return failed
 
 
 def wait_for(
@@ -371,8 +350,10 @@ def wait_for(
     since: float,
     escalation: Escalation | None = None,
     world: int | None = None,
-) -> list[Failure]:
-    """Wait until the ranks of this host have ended, or end all after the failure of one. Returns those that failed.
+) -> dict[int, int]:
+    """Wait until the ranks of this host have ended, or end all after the failure of one.
+
+    Returns the exit codes of those that failed, by rank.
 
     Args:
         since: seconds since the epoch; older notes of hangs are from earlier attempts.
@@ -402,11 +383,23 @@ def wait_for(
     if failed or hangs:
         # A rank that ended with exit code 0 before the failure or the hang does count.
         counted |= ended.keys() - failed
-    return [Failure(rank=rank, exit_code=code) for rank, code in codes.items() if rank in counted]
+    return {rank: code for rank, code in codes.items() if rank in counted}
 
 
-def _forked(run: RunFolder, first: Ranks, attempt: int, escalation: Escalation) -> RankProcesses | Failure:
-    """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`)."""
+def _each(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalation) -> RankProcesses:
+    """Start every rank as a process of its own, where this process cannot adopt forked ranks."""
+    started = {}
+    for rank in range(first.world):
+        log = {LOG: str(run.logs / f"rank-{rank}.log")} if rank else {}
+        started[rank] = start_worker(run.path, replace(first, rank=rank, local_rank=rank), attempt, variables=log)
+    return RankProcesses(started)
+
+
+def _forked(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalation) -> RankProcesses | int:
+    """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`).
+
+    Returns an exit code if the process has failed before the ranks were forked.
+    """
     reading, writing = os.pipe()
     forking = subprocess.Popen(
         worker_command(run.path),
@@ -435,8 +428,8 @@ def _forked(run: RunFolder, first: Ranks, attempt: int, escalation: Escalation) 
         code = forking.wait(KILL_SECONDS)
     if code or not text:
         if code == -signal.SIGTERM and escalation.unsent:
-            run.write_failure(stopped_before_start(escalation.unsent[0], attempt=attempt))
-        return Failure(rank=0, exit_code=code)
+            run.write_failure(stopped_before_start(escalation.unsent[0], attempt=attempt or 0))
+        return code
     return RankProcesses({int(rank): pid for rank, pid in json.loads(text).items()})
 
 
@@ -448,7 +441,7 @@ def start_worker(
     config: Mapping[str, Any] | None = None,
     variables: Mapping[str, str] | None = None,
     set_up: Callable[[], None] | None = None,
-) -> RankProcesses:
+) -> subprocess.Popen[bytes]:
     """Start the process of one rank, which leads a session.
 
     Args:
@@ -470,7 +463,7 @@ def start_worker(
         # A worker that has ended already is found by its exit code.
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(json.dumps(config).encode() + b"\n")
-    return RankProcesses({ranks.rank: child.pid}, {ranks.rank: child})
+    return child
 
 
 def worker_command(folder: Path) -> list[str]:

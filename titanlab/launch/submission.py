@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from titanlab.errors import ConfigError
 from titanlab.recipe import Cluster, LaunchSettings
@@ -117,7 +117,6 @@ def check_cluster(cluster: Cluster, launch: LaunchSettings) -> None:
 
 
 SCHEMA = 1
-STATES = ("intent", "submitted")
 # A lock in the sweep's folder for every call of sbatch, which may outlive the process that made it.
 HANDING_OVER = ".sbatch"
 # A submission of many runs takes some seconds.
@@ -147,7 +146,7 @@ class Submission:
     token: str = field(default_factory=lambda: secrets.token_hex(5))
     launcher: str
     created: float = field(default_factory=time.time)
-    state: str = "intent"
+    state: Literal["intent", "submitted"] = "intent"
     job_id: str | None = None
     code: str
     folder: str = field(default_factory=os.getcwd)
@@ -198,7 +197,6 @@ def submissions(sweep: Path) -> list[Submission]:
 
 def write_submission(sweep: Path, submission: Submission) -> None:
     """Write or replace the file of a submission; it survives a power failure."""
-    assert submission.state in STATES, submission.state
     (sweep / "submissions").mkdir(exist_ok=True)
     write_json(submission_file(sweep, submission.token), {"schema": SCHEMA, **asdict(submission)}, durable=True)
 

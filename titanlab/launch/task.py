@@ -15,29 +15,20 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from titanlab.checkpoint import checkpoints_of, latest
 from titanlab.distributed import LOG, STOP_SIGNALS, held_signals
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.launch.attempt import Group, close_earlier, reduced, with_progress
+from titanlab.launch.attempt import close_earlier, reduced, with_progress
 from titanlab.launch.contract import launch_of
-from titanlab.launch.execute import RanksHere
-from titanlab.launch.job import (
-    Job,
-    RankGroup,
-    Rendezvous,
-    answer_call,
-    await_meeting,
-    publish_meeting,
-    submitted,
-    watched,
-)
+from titanlab.launch.execute import Attempts
+from titanlab.launch.job import Job, Rendezvous, answer_call, await_meeting, publish_meeting, submitted
 from titanlab.launch.launchers import launcher_named
-from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result, say
+from titanlab.launch.watch import RESULT_SECONDS, StopCheck, await_result, say, watched
 from titanlab.recipe import Recipe, from_mapping
-from titanlab.records import Outcome, OutcomeKind, RunFolder, open_run
+from titanlab.records import Outcome, OutcomeKind, open_run
 from titanlab.system import Console, disk_fault
 
 CLAIM_SECONDS = 3.0
@@ -60,16 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = launcher_named(submission.launcher).place_in(os.environ)
             index = int(rest[0]) if rest else place.index or 0
             run = open_run(Path(folder) / submission.runs[index])
-            job = Job(
-                run=run,
-                place=place,
-                token=token,
-                index=index,
-                launch=submission.launch,
-                changes=submission.changes.get(run.path.name, {}),
-                code=Path(folder) / submission.code,
-                signals=signals,
-            )
+            job = Job(run=run, place=place, submission=submission, index=index, signals=signals)
             if job.leads and place.index is not None and not place.restart and len(submission.runs) > 1:
                 name = submission.job_name(Path(folder).name, index)
                 # In a separate thread: a busy controller answers late.
@@ -93,17 +75,15 @@ def _lead(job: Job) -> int:
     goes_on = job.goes_on
     with contextlib.ExitStack() as stack:
         seconds = CLAIM_DEAD_SECONDS if goes_on else CLAIM_AGAIN_SECONDS if job.place.restart else CLAIM_SECONDS
-        refused = claim_run(job.run, stack, seconds=seconds, is_ending=lambda: bool(job.signals))
-        if refused is not None and not goes_on:
-            # Another job works on this run: do not repeat its work.
-            say(f"{job.run.path.name} {refused}: nothing is done twice")
-            return _nothing_to_do(job, refused)
-        if refused is not None:
-            # The claim belongs to an earlier start of this job, which is dead: no other job will continue the run.
-            say(f"{job.run.path.name} {refused}, from an earlier start of this job")
-            if not job.signals:
+        try:
+            stack.enter_context(job.run.claim(patience_seconds=seconds))
+        except ConfigError as error:
+            why = ", from an earlier start of this job" if goes_on else ": nothing is done twice"
+            say(f"{job.run.path.name} {error.rule}{why}")
+            if goes_on and not job.signals:
+                # The earlier start is dead: no other job will continue the run.
                 requeue(job)
-            return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code)
+            return _nothing_to_do(job, error.rule, code=OutcomeKind.NODE_FAIL.exit_code if goes_on else 0)
         if job.is_done():
             return _nothing_to_do(job, "is done")
         if not job.has_a_task_for_each_rank and (by := job.run.asked_to_cancel()) is not None:
@@ -116,18 +96,16 @@ def _lead(job: Job) -> int:
         except TitanlabError as error:
             say(f"error: {error}")
             return _nothing_to_do(job, str(error), code=error.exit_code)
-        group: Group
-        if job.has_a_task_for_each_rank:
-            group = RankGroup(job, say)
-        else:
+        console = None
+        if not job.has_a_task_for_each_rank:
             # Rank 0 has no terminal.
             os.environ[LOG] = str(job.run.logs / "rank-0.log")
             console = stack.enter_context(Console())
-            group = RanksHere(job.run, None, None, console, started_by=job.place.launcher, job=job)
+        attempts = Attempts(job.run, console, job=job)
         before = latest(checkpoints_of(job.run))
-        outcome = group.make_attempts()
+        outcome = attempts.make()
         has_saved = latest(checkpoints_of(job.run)) != before
-        requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=group.has_lost_nodes)
+        requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=attempts.has_lost_nodes)
     return _exit_code(outcome)
 
 
@@ -184,32 +162,6 @@ def _exit_code(outcome: Outcome) -> int:
     return wrong if outcome.exit_code == wrong else outcome.kind.exit_code
 
 
-_LOOK_SECONDS = 1.0
-
-
-def claim_run(
-    run: RunFolder, stack: contextlib.ExitStack, *, seconds: float, is_ending: Callable[[], bool]
-) -> str | None:
-    """Claim the run until the stack closes.
-
-    Args:
-        is_ending: whether this process must end, so that it stops waiting.
-
-    Returns:
-        None if this process has the claim; otherwise, after the wait, a message that names the other process.
-    """
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            patience = max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))
-            stack.enter_context(run.claim(patience_seconds=patience))
-        except ConfigError as error:
-            if is_ending() or time.monotonic() >= end:
-                return error.rule
-        else:
-            return None
-
-
 # After rank 0 has gone silent, ranks on other nodes wait for the scheduler to notice that its node is lost. Slurm needs
 # SlurmdTimeout, which is 300 s by default, and up to a third of it more.
 LOST_SECONDS = 900.0
@@ -225,11 +177,9 @@ def requeue_after(job: Job, outcome: Outcome, *, has_saved: bool, has_lost_nodes
         return
     if has_lost_nodes and outcome.kind is OutcomeKind.NODE_FAIL and not job.signals:
         requeue(job, least_nodes=fewest_nodes(job))
-    elif outcome.kind not in (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME):
-        return
     elif outcome.kind is OutcomeKind.WALLTIME and not has_saved:
         say("not put back into the queue: this attempt has saved nothing, and the next one would not either")
-    else:
+    elif outcome.kind in (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME):
         requeue(job)
 
 
@@ -239,7 +189,7 @@ def requeue(job: Job, *, least_nodes: int | None = None) -> None:
     Args:
         least_nodes: the smallest number of nodes on which it may start again; None: the number that it has now.
     """
-    launch, place = job.launch, job.place
+    launch, place = job.submission.launch, job.place
     if not launch.get("requeue", False):
         say("not put back into the queue: launch.requeue=false")
         return

@@ -17,29 +17,35 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlab.data import source
 from titanlab.distributed import (
     ANSWER_SECONDS,
+    LOG,
     STOP_FILE,
     STOP_SIGNALS,
     Ranks,
+    check_host,
     look_seconds,
     note_silence,
     read_stop,
+    this_host,
     write_stop,
 )
-from titanlab.launch.attempt import note_of_exit
+from titanlab.launch.attempt import keep_tokenizer, note_of_exit
 from titanlab.launch.contract import Launcher, ProcessPlace
 from titanlab.launch.evidence import memory_kills
-from titanlab.launch.processes import Escalation, RankProcesses
-from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, StopReason
+from titanlab.launch.processes import Escalation, RankProcesses, start_worker
+from titanlab.recipe import Recipe
+from titanlab.records import KillEvidence, Outcome, OutcomeKind, RunFolder, StopReason, from_exception
 from titanlab.system import STOPPED, process_state
 
 if TYPE_CHECKING:
-    from titanlab.launch.job import Job
+    from titanlab.launch.job import Job, Rendezvous
 
 
 def say(text: str) -> None:
@@ -251,3 +257,41 @@ def settle(run: RunFolder, attempt: int, world: int) -> None:
         if len(notes) == world or (primary and time.time() > max(primary) + 1.0):
             return
         time.sleep(look_seconds(world))
+
+
+def ranks_in(ranks: Ranks, meeting: Rendezvous) -> Ranks:
+    """The rank of a process in an attempt; its device, which follows from its rank on its host, stays the same."""
+    met = replace(ranks, address=meeting.address, port=meeting.port)
+    if not meeting.members:
+        return met
+    return replace(met, rank=meeting.members.index(ranks.rank), world=len(meeting.members))
+
+
+def watched(job: Job, recipe: Recipe, meeting: Rendezvous, stop: StopCheck) -> int:
+    """Run this rank's worker until it ends. Returns its exit code; if it failed, the reason is recorded."""
+    run, ranks = job.run, ranks_in(job.place.ranks, meeting)
+    try:
+        job.check_code()
+        cluster = recipe.cluster
+        check_host(
+            this_host(),
+            accelerator=cluster.accelerator,
+            device=cluster.device,
+            processes=ranks.local_world,
+            has_own_gpu=ranks.has_own_gpu,
+        )
+        if job.leads:
+            source.prepare(recipe.data, report=say)
+            keep_tokenizer(run, recipe)
+        log = {LOG: str(run.logs / f"rank-{ranks.rank}.log")}
+        config = run.config(meeting.attempt)
+        worker = start_worker(
+            run.path, ranks, meeting.attempt, config=config, variables=log, set_up=ignore_stop_signals
+        )
+    except Exception as error:
+        note = from_exception(error, rank=ranks.rank, attempt=meeting.attempt)
+        run.write_failure(note)
+        if note.traceback:
+            traceback.print_exception(error)
+        return note.exit_code or 1
+    return RankWatch(run, meeting.attempt, RankProcesses({ranks.rank: worker}), ranks, stop).to_end()

@@ -115,15 +115,14 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
     kills = memory_kills()
     started = RankProcesses(fork_children(first, run.logs, act))
     try:
-        failures = wait_for(started, run, since=begin)
+        failed = wait_for(started, run, since=begin)
     except BaseException:
         # Leave no rank behind, also after Ctrl-C.
         started.end(signal.SIGKILL, seconds=1.0)
         raise
     outcome = run.result(attempt)
-    if outcome is None or failures:
-        exits = {failure.rank: failure.exit_code for failure in failures}
-        outcome = outcome or conclude(run, attempt, exits, memory=kills.evidence())
+    if outcome is None:
+        outcome = conclude(run, attempt, failed, memory=kills.evidence())
     return Ended(run=run, attempt=attempt, outcome=outcome, seconds=time.time() - begin)
 
 

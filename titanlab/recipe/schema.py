@@ -155,7 +155,7 @@ class LaunchSettings(Protocol):
 
     @property
     def starts_directly(self) -> bool:
-        """Whether `titanlab train` starts the ranks itself and waits for them (`Launcher.start`), without a queue."""
+        """Whether `titanlab train` starts the ranks itself and waits for them, without a queue."""
         return False
 
     def check(self, setting: Setting) -> None:

@@ -383,7 +383,7 @@ def settle(folder: SweepFolder, report: Callable[[str], None]) -> None:
 
 def _settled(folder: SweepFolder, submission: Submission) -> str | None:
     """Write the number of a submission's jobs into its file, and return it; without jobs, remove the file (None)."""
-    # Wait for an sbatch that the killed process left behind; an sbatch that starts later finds its intent removed.
+    # Wait for an sbatch that the killed process left behind: it holds the lock.
     with claimed(folder.path, "sweep", patience_seconds=_PATIENCE_SECONDS, file=HANDING_OVER):
         job_id = launcher_named(submission.launcher).find(folder.path, submission)
         if job_id is None:

@@ -10,13 +10,13 @@ from tests.sweep.conftest import quiet
 from tests.sweep.stub_package import stub_package
 from tests.sweep.studies import seeds, study
 from tests.until import until
-from titanlab.distributed import Host, cores
-from titanlab.launch import JobShape, Submission, jobs_folder, processes, write_submission
+from titanlab.distributed import cores
+from titanlab.launch import JobShape, Submission, jobs_folder, write_submission
 from titanlab.launch import local as supervising
 from titanlab.launch.launchers_schema import Local
-from titanlab.launch.local import LOCK, LOG, LocalJob, Supervisor, jobs_in_order, visible_devices
+from titanlab.launch.local import LOCK, LOG, LocalJob, Supervisor, jobs_in_order
 from titanlab.records import Outcome, OutcomeKind, holder_of, is_claimed
-from titanlab.sweep import SweepFolder, cancel, sweep_folder
+from titanlab.sweep import SweepFolder, sweep_folder
 from titanlab.sweep.submit import submit
 
 
@@ -109,24 +109,6 @@ def test_the_job_of_a_killed_supervisor_goes_on_and_the_next_one_waits_for_it(st
     assert first != second
     assert said.index(f"{first} has ended") < said.index(f"{second} is started")
     assert all(run.result().kind is OutcomeKind.DONE for run in folder.runs())
-
-
-def test_cancelled_jobs_end_or_do_not_start(stub, tmp_path):
-    stub()
-    wanted = study(tmp_path / "runs", seeds(3), launch=Local(at_once=1))
-    submitted = submit(wanted, quiet)
-    folder = submitted.folder
-    until(lambda: "running" in states(folder))
-    first, second, third = (each.run for each in submitted.decisions)
-    done = cancel(folder, quiet, names=[third])
-    assert (done.stopping, done.withdrawn) == ([], [third])
-    assert folder.run(third).result().kind is OutcomeKind.CANCELLED
-    done = cancel(folder, quiet)
-    assert (done.stopping, done.withdrawn, done.ended) == ([first], [second], [third])
-    until(lambda: over(folder))
-    assert {row[0] for row in ran(folder)} == {first}
-    assert [folder.run(name).result().kind for name in (first, second)] == ["cancelled", "cancelled"]
-    assert [each.action for each in submit(wanted, quiet).decisions] == ["ended"] * 3
 
 
 def test_a_supervisor_that_is_told_to_end_asks_its_jobs_to(stub, tmp_path):
@@ -262,12 +244,3 @@ def test_jobs_have_devices_of_their_own(tmp_path):
     del supervisor._running[first.key]
     assert supervisor._free_devices()[:2] == ["0", "1"]
     assert supervisor._has_room(third)
-
-
-def test_devices_are_those_that_this_process_sees(monkeypatch):
-    seen = Host(accelerator="cuda", device="NVIDIA H200", count=2)
-    monkeypatch.setattr(processes, "this_host", lambda: seen)
-    assert visible_devices({}) == ["0", "1"]
-    assert visible_devices({"CUDA_VISIBLE_DEVICES": "3,GPU-abc"}) == ["3", "GPU-abc"]
-    monkeypatch.setattr(processes, "this_host", lambda: Host(accelerator="cpu", device="cpu", count=4))
-    assert visible_devices({}) == []

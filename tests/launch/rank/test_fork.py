@@ -19,7 +19,6 @@ from tests.until import until
 from titanlab.distributed import held_signals
 from titanlab.launch import processes as escalation
 from titanlab.launch import processes as local
-from titanlab.launch.contract import Failure
 from titanlab.launch.rank.fork import adopting
 from titanlab.records import OutcomeKind, RunFolder
 from titanlab.system import process_state
@@ -54,7 +53,7 @@ def forked(monkeypatch, tmp_path):
         (tmp_path / "logs").mkdir(exist_ok=True)
         # As the caller of a launcher does.
         with held_signals():
-            return local.start(tmp_path, attempt=7, world=world, logs=tmp_path / "logs")
+            return local.start(RunFolder(tmp_path), local.of_this_host(world), attempt=7)
 
     return start
 
@@ -70,7 +69,7 @@ def test_each_rank_has_what_a_process_of_its_own_would_have(forked, tmp_path):
         seen["attempt"] = os.environ["TITANLAB_ATTEMPT"]
         (folder / f"rank-{rank}").write_text(json.dumps(seen))
     """
-    assert forked(3, script) == []
+    assert forked(3, script) == {}
     for rank in range(3):
         seen = json.loads((tmp_path / f"rank-{rank}").read_text())
         assert seen == {
@@ -89,13 +88,12 @@ def test_each_rank_has_what_a_process_of_its_own_would_have(forked, tmp_path):
 
 @pytest.mark.parametrize(("end", "code"), [("os._exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", -9)])
 def test_the_end_of_a_forked_rank_is_its_own(forked, end, code):
-    assert forked(3, f"{end} if rank == 1 else time.sleep(120)") == [Failure(rank=1, exit_code=code)]
+    assert forked(3, f"{end} if rank == 1 else time.sleep(120)") == {1: code}
 
 
 @pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_process_that_ends_before_it_has_forked_is_a_failure(forked, end):
-    (failure,) = forked(2, "pass", end)
-    assert failure in (Failure(rank=0, exit_code=3), Failure(rank=0, exit_code=-9))
+    assert forked(2, "pass", end) in ({0: 3}, {0: -9})
 
 
 def test_a_stop_signal_waits_until_the_rank_handles_it(forked, tmp_path):
@@ -115,13 +113,13 @@ def test_a_stop_signal_waits_until_the_rank_handles_it(forked, tmp_path):
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert forked(2, script, handles_stops=False) == []
+    assert forked(2, script, handles_stops=False) == {}
     sender.join()
 
 
 def test_the_launcher_adopts_nothing_afterwards(forked):
     """A process that adopts for good would have to wait for children of other programs."""
-    assert forked(2, "pass") == []
+    assert forked(2, "pass") == {}
     # The intermediate process exits; its child is adopted by the first process of the system, or by another reaper.
     script = "import os, time; print(os.fork() or time.sleep(60) or '', flush=True)"
     read, write = os.pipe()
@@ -148,7 +146,7 @@ def test_a_stop_signal_before_the_fork_ends_the_start(forked, tmp_path):
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert forked(2, '(folder / f"rank-{rank}").touch()', prepare) == [Failure(rank=0, exit_code=-signal.SIGTERM)]
+    assert forked(2, '(folder / f"rank-{rank}").touch()', prepare) == {0: -signal.SIGTERM}
     sender.join()
     (note,) = RunFolder(tmp_path).failures(7)
     assert note.cause == "asked to end by SIGINT; the run can be resumed (before its ranks were started)"
@@ -159,7 +157,7 @@ def test_a_process_that_is_stopped_before_it_forks_hangs(forked, tmp_path, monke
     monkeypatch.setattr(escalation, "STOPPED_SECONDS", 0.2)
     monkeypatch.setattr(escalation, "LEAST_LIMIT_SECONDS", 0.3)
     prepare = "(folder / 'pid').write_text(str(os.getpid())); os.kill(os.getpid(), signal.SIGSTOP)"
-    assert forked(2, '(folder / f"rank-{rank}").touch()', prepare) == [Failure(rank=0, exit_code=-signal.SIGKILL)]
+    assert forked(2, '(folder / f"rank-{rank}").touch()', prepare) == {0: -signal.SIGKILL}
     (note,) = RunFolder(tmp_path).failures(7)
     assert note.cause == "a rank was stopped for 0.3 s: rank 0 does not answer: its process is stopped (SIGSTOP)"
     assert not alive(int(read(tmp_path / "pid")))
@@ -184,7 +182,7 @@ def test_a_rank_that_stays_stopped_is_killed_with_the_others_after_a_stop_signal
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert forked(2, script) == [Failure(rank=rank, exit_code=-signal.SIGKILL) for rank in range(2)]
+    assert forked(2, script) == dict.fromkeys(range(2), -signal.SIGKILL)
     sender.join()
     (note,) = RunFolder(tmp_path).failures(7)
     assert (note.rank, note.kind) == (1, OutcomeKind.PREEMPTED)
@@ -196,8 +194,9 @@ LAUNCHER = """
     import json, sys
     from pathlib import Path
     from titanlab.launch import processes as local
+    from titanlab.records import RunFolder
     local.worker_command = lambda folder: json.loads(sys.argv[2])
-    local.start(Path(sys.argv[1]), attempt=1, world=2, logs=Path(sys.argv[1]))
+    local.start(RunFolder(Path(sys.argv[1])), local.of_this_host(2), attempt=1)
 """
 
 

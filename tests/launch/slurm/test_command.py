@@ -147,7 +147,7 @@ def test_it_runs_outside_the_container(batch):
         loop = Path(f"/proc/{shell.pid}/task/{shell.pid}/children").read_text().split()[0]
         os.kill(int(loop), number)
     answer = scontrol("fail", seconds=60, environ=inside)
-    assert (answer.code, answer.complaint) == (3, "no")
+    assert (answer.code, answer.complaint) == (3, "1 fail UTC standard no")
     # Nothing stays, and what an earlier start has asked is not done now.
     assert list(Path(inside[QUESTIONS]).iterdir()) == []
 

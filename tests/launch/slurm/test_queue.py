@@ -179,13 +179,10 @@ def test_elements_of_all_arrays_are_cancelled_by_one_call(slurm):
     cancel({"12": [2, 0, 1], "15": {4}}, is_gentle=False)
     cancel({"12": [7, 5]}, is_gentle=True)
     assert slurm.asked == [("scancel", "12_[0-2]", "15_[4]"), ("scancel", "--signal=INT", "12_[5,7]")]
-
-
-def test_many_arrays_are_cancelled_by_several_calls(slurm):
-    slurm["scancel"] = ""
+    # The length of a command line is limited.
+    slurm.asked.clear()
     cancel({str(number): [0] for number in range(1001)}, is_gentle=True)
     assert [len(words) for words in slurm.asked] == [502, 502, 3]
-    assert [word for words in slurm.asked for word in words[2:]] == [f"{number}_[0]" for number in range(1001)]
 
 
 @pytest.mark.parametrize(

@@ -72,15 +72,6 @@ def test_a_setting_without_a_value_does_not_take_the_next_line(site, monkeypatch
     assert texts["preemption"].startswith("qos, mode REQUEUE: a run saves, and goes back into the queue")
 
 
-@pytest.mark.parametrize(
-    ("exempt", "note"), [("00:00:00", ""), ("NONE", ""), ("00:30:00", ", not in its first 00:30:00")]
-)
-def test_the_time_without_preemption(exempt, note):
-    settings = {"PreemptType": "preempt/qos", "PreemptMode": "REQUEUE", "PreemptExemptTime": exempt}
-    texts = {each.name: each.text for each in check_settings(settings, Slurm())}
-    assert texts["preemption"].startswith(f"qos, mode REQUEUE{note}: a run saves")
-
-
 def test_a_host_without_slurm_is_no_fault_and_one_with_half_of_it_is(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert states(check_slurm(Slurm())) == {"Slurm": "ok"}

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titanlab.distributed import QUESTIONS
-from titanlab.launch.contract import UNANSWERED, JobEnd, JobKey, JobState, MemoryWord
+from titanlab.launch.contract import UNANSWERED, JobKey, JobState, MemoryWord, StopReason
 from titanlab.launch.submission import Submission, token_of
 from titanlab.records import OutcomeKind, RunFolder, text_at_end
 from titanlab.system import CommandResult, run_command
@@ -110,7 +110,7 @@ trap : TERM
       rm "$question"
       name=${question%.ask}
       {
-        FORMAT scontrol "${words[@]}" >"$name.out" 2>"$name.err"
+        FORMAT scontrol "${words[@]}" >"$name.out" 2>&1
         echo $? >"$name.part"
         mv "$name.part" "$name.code"
       } &
@@ -147,22 +147,22 @@ def node_address(node: str) -> str | None:
 
 def _asked_outside(folder: Path, words: tuple[str, ...], seconds: float) -> CommandResult | None:
     name, end = folder / secrets.token_hex(8), time.monotonic() + seconds
-    files = {suffix: name.with_suffix(suffix) for suffix in (".ask", ".code", ".out", ".err")}
+    ask, code, output = (name.with_suffix(suffix) for suffix in (".ask", ".code", ".out"))
     try:
         written = name.with_suffix(".new")
         written.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
-        written.rename(files[".ask"])
-        while not files[".code"].exists():
+        written.rename(ask)
+        while not code.exists():
             if time.monotonic() > end:
                 return None
             time.sleep(_POLL_SECONDS)
-        output, errors = (files[suffix].read_text(encoding="utf-8", errors="replace") for suffix in (".out", ".err"))
-        return CommandResult(code=int(files[".code"].read_text()), output=output, errors=errors)
+        text = output.read_text(encoding="utf-8", errors="replace")
+        return CommandResult(code=int(code.read_text()), output=text, errors="")
     except (OSError, ValueError):
         return None
     finally:
         with contextlib.suppress(OSError):
-            for file in files.values():
+            for file in (ask, code, output):
                 file.unlink(missing_ok=True)
 
 
@@ -230,25 +230,25 @@ _WORDS: Mapping[str, tuple[OutcomeKind, str]] = {
 }
 
 
-def end_of(state: JobState) -> JobEnd | None:
+def end_of(state: JobState) -> StopReason | None:
     """Why a job ended, if the name of its state alone explains it."""
     if state.exit_code == -_NO_LOGS:
         cause = "Slurm could not write the job's logs on its node (signal 53): do the nodes share the folder of runs?"
-        return JobEnd(kind=OutcomeKind.CRASH, cause=cause)
+        return StopReason(kind=OutcomeKind.CRASH, cause=cause)
     known = _WORDS.get(state.raw or "")
-    return JobEnd(kind=known[0], cause=known[1]) if known is not None else None
+    return StopReason(kind=known[0], cause=known[1]) if known is not None else None
 
 
-def end_in_queue(state: JobState) -> JobEnd | None:
+def end_in_queue(state: JobState) -> StopReason | None:
     """Why a job ended that never started, if Slurm's state and reason explain it."""
     if state.raw in ("CANCELLED", "REVOKED"):
-        return JobEnd(kind=OutcomeKind.CANCELLED, cause="the job was cancelled before it started")
+        return StopReason(kind=OutcomeKind.CANCELLED, cause="the job was cancelled before it started")
     if state.raw == "DEADLINE":
-        return JobEnd(kind=OutcomeKind.WALLTIME, cause="the job's deadline passed before it started")
+        return StopReason(kind=OutcomeKind.WALLTIME, cause="the job's deadline passed before it started")
     if state.raw == "FAILED":
         kind = OutcomeKind.INFEASIBLE if state.reason == REFUSED else OutcomeKind.CRASH
         cause = f"Slurm failed the job before it started: {state.reason or 'it gives no reason'}"
-        return JobEnd(kind=kind, cause=cause)
+        return StopReason(kind=kind, cause=cause)
     return None
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import calendar
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -25,7 +24,6 @@ from pathlib import Path
 from titanlab.distributed import Ranks, gpus, number
 from titanlab.errors import ConfigError
 from titanlab.launch.contract import (
-    JobEnd,
     JobKey,
     JobState,
     LaunchConfig,
@@ -83,16 +81,13 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        return _has_submitit() and all(shutil.which(name) is not None for name in site.COMMANDS)
+        return all(shutil.which(name) is not None for name in site.COMMANDS)
 
     def silence(self) -> str | None:
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
         site.check(jobs)
-        if not _has_submitit():
-            rule = "needs submitit to start jobs, which is not installed"
-            raise ConfigError("launch", "slurm", rule, "pip install submitit")
 
     def findings(self) -> Iterator[Finding]:
         yield from site.check_slurm(self._config)
@@ -148,10 +143,10 @@ class SlurmLauncher(Launcher):
     def job_number(self, submission: Submission, index: int) -> str | None:
         return f"{submission.job_id}_{index}" if submission.job_id else None
 
-    def end_of(self, state: JobState) -> JobEnd | None:
+    def end_of(self, state: JobState) -> StopReason | None:
         return command.end_of(state)
 
-    def end_in_queue(self, state: JobState) -> JobEnd | None:
+    def end_in_queue(self, state: JobState) -> StopReason | None:
         return command.end_in_queue(state)
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
@@ -248,10 +243,6 @@ class SlurmLauncher(Launcher):
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
         return joined_step(environ)
-
-
-def _has_submitit() -> bool:
-    return importlib.util.find_spec("submitit") is not None
 
 
 def joined_step(environ: Mapping[str, str]) -> Ranks | None:
