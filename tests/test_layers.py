@@ -51,7 +51,7 @@ DOORS = {
 # What takes long to import. Torch-free modules never name any of it.
 HEAVY = {
     *["torch", "torchao", "datasets", "wandb", "sentencepiece", "tokenizers", "transformers"],
-    *["pandas", "pyarrow", "matplotlib", "tensorboard"],
+    *["pandas", "pyarrow", "matplotlib", "tensorboard", "submitit"],
 }
 # Folders that import none of it: what the command line reads before it has anything to train.
 TORCH_FREE = ("errors", "system", "costs", "options", "ranges", "cluster", "records")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
@@ -238,6 +239,17 @@ def test_what_sbatch_refuses_is_one_line_and_leaves_no_intent(slurm, tmp_path, c
     assert capfd.readouterr() == ("", "")
     slurm.set()
     assert [new.job_id for new in submit(wanted, quiet).submissions] == ["103" if is_listed else "101"]
+
+
+def test_without_submitit_nothing_is_submitted_and_a_plan_is_still_made(slurm, tmp_path, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "submitit" else real(name))
+    wanted = study(tmp_path / "runs", seeds(2), launch=SLURM)
+    told = "launch=slurm: needs submitit to start jobs, which is not installed; pip install submitit"
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        submit(wanted, quiet)
+    assert not (tmp_path / "runs" / "layouts").exists()
+    assert actions(decide(wanted)) == ["submit", "submit"]
 
 
 @pytest.mark.parametrize(

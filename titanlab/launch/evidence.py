@@ -94,7 +94,7 @@ def memory_kills(root: Path = _ROOT) -> MemoryKills:
 
 
 _LIMIT = 400
-# Names of logs: JOB_RANK_log.err, where JOB may contain underscores too.
+# submitit's names of logs: JOB_RANK_log.err, where JOB may contain underscores too.
 _RANK = re.compile(r"_(\d+)_log\.(?:err|out)")
 # A task that refuses to begin says so on standard output, after the time.
 _REFUSAL = re.compile(r"(?:\d\d:\d\d:\d\d +)?error: (.+)")

@@ -111,7 +111,7 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 SCHEMA = 1
 PACKAGES = (
-    *("torch", "torchao", "triton", "numpy", "safetensors", "hydra-core", "omegaconf", "PyYAML"),
+    *("torch", "torchao", "triton", "numpy", "safetensors", "hydra-core", "omegaconf", "PyYAML", "submitit"),
     *("datasets", "huggingface-hub", "sentencepiece", "tokenizers", "pyarrow", "pandas"),
     *("wandb", "tensorboard", "rich", "matplotlib"),
 )

@@ -15,7 +15,7 @@ from titanlab.launch.evidence import note_bad_host
 from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm import batch
 from titanlab.recipe import Loader, read_flags
-from titanlab.records import Outcome, OutcomeKind, RunFolder, is_claimed
+from titanlab.records import Outcome, OutcomeKind, RunFolder
 
 ONE = JobShape(processes=1, tasks_per_node=1)
 LARGE = JobShape(processes=8, nodes=2, tasks_per_node=4, cpus_per_task=3, gpus_per_node=4, memory_gib=64.0, minutes=90)
@@ -69,7 +69,7 @@ def flags(lines):
 
 def setup(lines):
     """The lines that the shell runs before the command."""
-    return lines[lines.index("# setup") + 1 : lines.index("# command")]
+    return lines[lines.index("# setup") + 1 : lines.index("# command") - 1]
 
 
 def srun(lines):
@@ -196,17 +196,24 @@ def test_the_batch_file_has_texts_as_typed(submitted, tmp_path):
 # The call of sbatch
 
 
-@pytest.mark.parametrize("has_locks", [True, False])
-def test_sbatch_holds_a_lock_where_there_are_locks(submitted, sbatch, sweep, tmp_path, monkeypatch, has_locks):
-    def refused(descriptor, how):
-        raise OSError(errno.ENOSYS, "no locks")
+def test_an_intent_that_is_gone_is_not_submitted(sbatch, sweep, tmp_path):
+    job = {"token": "aa", "launcher": "slurm", "code": "code/1", "launch": {}, "shape": ONE, "runs": ("one",)}
+    with pytest.raises(ConfigError, match="launch=slurm: sbatch says: "):
+        batch.submit(Slurm(), sweep, Submission(**job))
+    assert not (tmp_path / "file").exists()
 
-    if not has_locks:
-        monkeypatch.setattr(batch.fcntl, "flock", refused)
-    sbatch(f"flock --nonblock {sweep}/.sbatch true || touch {tmp_path}/held; {TAKES_IT}")
+
+@pytest.mark.parametrize(("error", "held"), [(None, True), (errno.EWOULDBLOCK, True), (errno.ENOSYS, False)])
+def test_sbatch_is_called_under_a_lock_where_there_are_locks(submitted, tmp_path, monkeypatch, error, held):
+    def flock(descriptor, how):
+        if error is not None:
+            raise OSError(error, "no")
+
+    (tmp_path / "bin" / "flock").write_text(f'#!/bin/sh\ntouch {tmp_path}/locked; shift; exec "$@"\n')
+    (tmp_path / "bin" / "flock").chmod(0o755)
+    monkeypatch.setattr(batch.fcntl, "flock", flock)
     submitted(Slurm())
-    assert (tmp_path / "held").exists() is has_locks
-    assert not is_claimed(sweep, file=".sbatch")
+    assert (tmp_path / "locked").exists() is held
 
 
 def test_variables_that_would_change_the_job_are_unset(submitted, monkeypatch, tmp_path):
@@ -244,9 +251,10 @@ def test_variables_that_would_change_the_job_are_unset(submitted, monkeypatch, t
     ("text", "rule"),
     [
         ("", "sbatch gave up"),
-        ("it failed.", "it failed"),
+        ("it failed", "sbatch gave up"),
         ("sbatch: error: one.\nsbatch: two", "one; two"),
         ("\n".join(f"sbatch: error: {word}" for word in ("a", "b", "c", "d")), "b; c; d"),
+        ("Traceback of slurm\nslurm_load error: no\nhint", "slurm_load error: no"),
         ("Error: no slurm\nsbatch: error: that is why", "that is why"),
     ],
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import io
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from titanlab.errors import ConfigError
 from titanlab.launch.evidence import bad_hosts, host_names
 from titanlab.launch.launchers_schema import Slurm
 from titanlab.launch.slurm.command import answering_lines
-from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder
+from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, submission_file
 
 # A call of sbatch that takes longer is killed; then `find` looks for its jobs in the queue.
 _SBATCH_SECONDS = 120
@@ -41,98 +42,82 @@ _ON_BEHALF = ("account", "qos", "wckey")
 def submit(config: Slurm, sweep: Path, submission: Submission) -> str:
     """Submit an array of jobs of one shape. Returns Slurm's number of the array.
 
-    sbatch inherits a lock. If this process is killed, its sbatch may live on; the next process takes the lock and so
-    knows that no sbatch runs.
-
     Raises:
         ConfigError: sbatch refuses, or does not answer in time; then `find` looks whether the jobs are in the queue.
     """
-    jobs = jobs_folder(sweep)
-    jobs.mkdir(parents=True, exist_ok=True)
-    file = jobs / f"{submission.token}.sh"
-    file.write_text("\n".join(_batch_file(config, sweep, submission)), encoding="utf-8")
-    limit = ["timeout", str(_SBATCH_SECONDS)] if shutil.which("timeout") is not None else []
-    lock = os.open(sweep / HANDING_OVER, os.O_RDONLY | os.O_CREAT, 0o666)
+    # Imported here: the import is slow, and most verbs do not need it.
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+    from submitit.slurm.slurm import SlurmExecutor
+
+    class BatchExecutor(SlurmExecutor):
+        """Submits a command without a pickle, with titanlab's own call of sbatch.
+
+        submitit's public `submit` pickles a function for each job and moves the pickles after sbatch has answered: if
+        the process is killed in between, the jobs have nothing to run. Here the command contains everything that a job
+        needs. The subclass therefore defines and calls these two methods, as submitit's own executors do. They can go
+        when submitit can submit a command without pickles (`_submit_command` in submitit/core/core.py).
+        """
+
+        def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+            return _sbatch(config, submission_file_path, intent, lock)
+
+        def submit_command(self, command: str) -> str:
+            return str(self._submit_command(command).job_id)
+
+    intent, lock = submission_file(sweep, submission.token), sweep / HANDING_OVER
+    folder = jobs_folder(sweep)
+    folder.mkdir(parents=True, exist_ok=True)
+    executor = BatchExecutor(folder)
+    executor.update_parameters(**_parameters(config, sweep, submission))
+    executor.parameters["map_count"] = len(submission.runs)
+    python = sys.executable if config.python is None else config.python
     try:
-        # A file system may have no locks, as Lustre without -o flock.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        answer = subprocess.run(
-            [*limit, "sbatch", str(file)],
-            capture_output=True,
-            check=False,
-            encoding="utf-8",
-            errors="replace",
-            env=_environment(config),
-            pass_fds=(lock,),
-        )
-    finally:
-        os.close(lock)
-    number = re.search(r"job (\d+)", answer.stdout)
-    if answer.returncode or number is None:
-        raise _refused(answer.stderr or answer.stdout, _bad(config, sweep, submission.runs))
-    return number[1]
+        # submitit prints sbatch's message; the error below has it in one line.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return executor.submit_command(shlex.join([*config.container, python, *submission.command(sweep)]))
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise _refused(str(error), _bad(config, sweep, submission.runs)) from None
 
 
-def _batch_file(config: Slurm, sweep: Path, submission: Submission) -> list[str]:
-    """The lines of the batch file: flags of sbatch, set-up, and the call of srun, which starts the tasks."""
-    shape, count = submission.shape, len(submission.runs)
+def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str, Any]:
+    """The parameters that submitit writes into the head of the batch file; None omits a flag."""
+    shape = submission.shape
     # A job that may become smaller goes on without a node that fails; otherwise Slurm ends it.
     survives = config.min_world is not None and shape.nodes > 1
-    gpus = None
-    if config.ask_for_gpus and shape.gpus_per_node > 0:
-        gpus = f"{config.gpu_type}:{shape.gpus_per_node}" if config.gpu_type is not None else str(shape.gpus_per_node)
-    log = str(jobs_folder(sweep).absolute() / "%A_%a_%t_log")
-    flags: dict[str, Any] = {
-        "job-name": submission.job_name(sweep.name),
-        "array": f"0-{count - 1}%{min(config.array_parallelism or count, count)}",
-        "output": f"{log.replace('%t', '0')}.out",
-        "error": f"{log.replace('%t', '0')}.err",
-        "open-mode": "append",
-        "signal": f"USR2@{config.signal_seconds}",
-        "requeue" if config.requeue else "no-requeue": True,
-        "no-kill": survives,
-        **{name: getattr(config, name) for name in ("partition", "account", "qos", "constraint", "nodelist")},
-        "exclude": ",".join([*filter(None, [config.exclude]), *_bad(config, sweep, submission.runs)]) or None,
-        "time": shape.minutes,
-        "nodes": shape.nodes,
-        "ntasks-per-node": shape.tasks_per_node,
-        "cpus-per-task": shape.cpus_per_task,
-        "gpus-per-node": gpus if config.gpu_flag == "gpus-per-node" else None,
-        "gres": f"gpu:{gpus}" if gpus is not None and config.gpu_flag == "gres" else None,
-        "mem": _memory(shape.memory_gib),
-    }
-    flags |= {
-        name.replace("_", "-"): value
-        for name, value in config.extra.items()
-        if value is not None and value is not False
-    }
+    asks_for_gpus = config.ask_for_gpus and shape.gpus_per_node > 0
+    gpus = shape.gpus_per_node if config.gpu_type is None else f"{config.gpu_type}:{shape.gpus_per_node}"
     # Slurm must not end ranks: they watch each other, and rank 0 records their ends. The batch file exports variables
     # by which the tasks find the code; --export=NONE would drop them.
-    srun = ["srun", "--unbuffered", f"--output={log}.out", f"--error={log}.err"]
-    srun += ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
+    srun = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
     # Since Slurm 22.05, srun does not inherit this from the job.
     srun += [f"--cpus-per-task={shape.cpus_per_task}"] if shape.cpus_per_task is not None else []
     srun += ["--no-kill"] if survives else []
-    python = sys.executable if config.python is None else config.python
-    command = [*srun, *config.srun_arguments, *config.container, python, *submission.command(sweep)]
-    return [
-        "#!/bin/bash",
-        *(
-            f"#SBATCH --{name}{_value(value)}"
-            for name, value in flags.items()
-            if value is not None and value is not False
-        ),
-        "# setup",
-        *_setup(config, sweep, submission, survives=survives),
-        "# command",
-        shlex.join(command),
-        "",
-    ]
-
-
-def _value(value: object) -> str:
-    return "" if value is True else f"={shlex.quote(str(value))}"
+    flags: dict[str, Any] = {"requeue" if config.requeue else "no-requeue": True}
+    flags |= {"no-kill": True} if survives else {}
+    flags |= {"gres": f"gpu:{gpus}"} if asks_for_gpus and config.gpu_flag == "gres" else {}
+    flags |= {name: value for name, value in config.extra.items() if value is not None and value is not False}
+    return {
+        "job_name": submission.job_name(sweep.name),
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "constraint": config.constraint,
+        "nodelist": config.nodelist,
+        "exclude": ",".join([*filter(None, [config.exclude]), *_bad(config, sweep, submission.runs)]) or None,
+        "time": shape.minutes,
+        "nodes": shape.nodes,
+        "ntasks_per_node": shape.tasks_per_node,
+        "cpus_per_task": shape.cpus_per_task,
+        "gpus_per_node": gpus if asks_for_gpus and config.gpu_flag == "gpus-per-node" else None,
+        "mem": _memory(shape.memory_gib),
+        "signal_delay_s": config.signal_seconds,
+        "array_parallelism": config.array_parallelism or len(submission.runs),
+        # submitit would set its own default.
+        "wckey": None,
+        "setup": _setup(config, sweep, submission, survives=survives),
+        "srun_args": [*srun, *config.srun_arguments],
+        "additional_parameters": flags,
+    }
 
 
 def _bad(config: Slurm, sweep: Path, runs: Sequence[str]) -> list[str]:
@@ -163,8 +148,20 @@ def _setup(config: Slurm, sweep: Path, submission: Submission, *, survives: bool
     return lines
 
 
-def _environment(config: Slurm) -> dict[str, str]:
-    """The variables of this process without those that would change the new job.
+def _sbatch(config: Slurm, batch_file: Path, intent: Path, lock: Path) -> list[str]:
+    """The call of sbatch under a lock, without variables that would change the job.
+
+    If this process is killed, its sbatch may live on. The next process takes the lock and so knows that no sbatch runs;
+    an sbatch that starts later finds that the intent's file is gone, and does nothing.
+    """
+    limit = ["timeout", str(_SBATCH_SECONDS)] if shutil.which("timeout") is not None else []
+    plain = ["env", *(f"--unset={name}" for name in _unwanted(config)), *limit, "sbatch", str(batch_file)]
+    locked = ["flock", str(lock)] if shutil.which("flock") is not None and _has_locks(lock) else []
+    return [*locked, "sh", "-c", 'test -e "$0" && exec "$@"', str(intent), *plain]
+
+
+def _unwanted(config: Slurm) -> list[str]:
+    """Variables of this process that must not reach the new job.
 
     For sbatch, SBATCH_* variables win over the batch file: they could set a name by which the job is not found again,
     or a partition and a time limit that nobody has checked. SRUN_* variables would change the job's call of srun. They
@@ -175,13 +172,27 @@ def _environment(config: Slurm) -> dict[str, str]:
     set_by_launch |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}
     kept = {*_KEPT, *(f"SBATCH_{name.upper()}" for name in _ON_BEHALF if name not in set_by_launch)}
     unwanted = ("SLURM_", "SBATCH_", "SRUN_", *MEETING, QUESTIONS)
-    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(unwanted)}
+    return [name for name in os.environ if name not in kept and name.startswith(unwanted)]
+
+
+def _has_locks(lock: Path) -> bool:
+    """Whether the file system supports locks: flock(1) fails without, as on Lustre without -o flock."""
+    descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True  # Another process holds the lock.
+    except OSError as error:
+        return error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _refused(text: str, bad: Sequence[str]) -> ConfigError:
     """The error for a submission that Slurm does not take, perhaps because bad hosts were left out."""
-    printed = [line.strip() for line in text.splitlines() if line.strip()]
-    lines = [re.sub(r"^.*?sbatch: (error: )?", "", line) for line in printed if "sbatch:" in line] or printed
+    messages = [line for line in text.splitlines() if re.search(r"sbatch|slurm|rror", line) and "Traceback" not in line]
+    lines = [re.sub(r"^.*?sbatch: (error: )?", "", line).strip() for line in messages if "sbatch:" in line] or messages
     # The last line gives the result; the lines before it give the reason.
     rule = "; ".join(line.rstrip(".") for line in lines[-3:]) or "sbatch gave up"
     cure = "mend the keys of launch, and submit again"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import calendar
 import contextlib
+import importlib.util
 import os
 import re
 import shutil
@@ -81,13 +82,16 @@ class SlurmLauncher(Launcher):
         self._config = config
 
     def is_here(self) -> bool:
-        return all(shutil.which(name) is not None for name in site.COMMANDS)
+        return _has_submitit() and all(shutil.which(name) is not None for name in site.COMMANDS)
 
     def silence(self) -> str | None:
         return ask_slurm("sinfo", "--noheader", "--format=%P").problem
 
     def check(self, jobs: Sequence[tuple[LaunchConfig, JobShape]]) -> None:
         site.check(jobs)
+        if not _has_submitit():
+            rule = "needs submitit to start jobs, which is not installed"
+            raise ConfigError("launch", "slurm", rule, "pip install submitit")
 
     def findings(self) -> Iterator[Finding]:
         yield from site.check_slurm(self._config)
@@ -243,6 +247,10 @@ class SlurmLauncher(Launcher):
 
     def ranks_in(self, environ: Mapping[str, str]) -> Ranks | None:
         return joined_step(environ)
+
+
+def _has_submitit() -> bool:
+    return importlib.util.find_spec("submitit") is not None
 
 
 def joined_step(environ: Mapping[str, str]) -> Ranks | None:
