@@ -103,7 +103,7 @@ def _rank(given: argparse.Namespace, folder: Path) -> None:
     import torch
 
     from titanlab.checkpoint import Position, Target
-    from titanlab.checkpoint.store import SyncSaver
+    from titanlab.checkpoint.saving import SyncSaver
     from titanlab.cli.compose import compose
     from titanlab.data import source
     from titanlab.distributed import build_mesh, joined, open_world
@@ -214,7 +214,7 @@ def _rank(given: argparse.Namespace, folder: Path) -> None:
 
 
 def _measured_saver() -> Any:
-    from titanlab.checkpoint.store import AsyncSaver
+    from titanlab.checkpoint.saving import AsyncSaver
 
     class MeasuredSaver(AsyncSaver):
         """Measures its thread."""

@@ -26,15 +26,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from titanlab.checkpoint import SavedPosition
+from titanlab.checkpoint import SavedPosition, load_state, read_contents
 from titanlab.checkpoint.index import IndexedFile, IndexEntry, index_bytes, read_index
-from titanlab.checkpoint.reader import ShardReader
+from titanlab.checkpoint.saving import Plans
 from titanlab.checkpoint.storage import sync_folder
-from titanlab.checkpoint.store import Plans, write_and_publish
 from titanlab.distributed import World
 
 MEGABYTE = 1_000_000
@@ -83,7 +81,7 @@ def _rank(rank: int, given: argparse.Namespace, folder: Path, port: int) -> None
         for name, path, action in (
             ("save", ours, lambda: _save(state, ours, world)),
             ("plain_write", plain, lambda: _write(state, plain, rank)),
-            ("load", ours, lambda: _load(state, ours)),
+            ("load", ours, lambda: _load(state, ours, world)),
             ("plain_read", plain, lambda: _read(plain, rank, target)),
         ):
             if name in ("save", "plain_write") and rank == 0:
@@ -123,7 +121,7 @@ def _timed(action: Callable[[], None]) -> float:
 
 def _save(state: dict[str, Any], folder: Path, world: World) -> None:
     save = Plans().start(lambda: state, lambda: folder, SavedPosition(step=0, parameters={}), world)
-    write_and_publish(save.stage, save, world)
+    save.complete(save.stage, world)
     if world.logs:
         sync_folder(folder)
 
@@ -138,9 +136,8 @@ def _write(state: dict[str, Any], folder: Path, rank: int) -> None:
     sync_folder(folder)
 
 
-def _load(state: dict[str, Any], folder: Path) -> None:
-    reader = ShardReader(folder, read_index(folder), "run")
-    dcp.load(state, storage_reader=reader, planner=reader.planner())
+def _load(state: dict[str, Any], folder: Path, world: World) -> None:
+    load_state(state, read_contents(folder, "run"), world)
 
 
 def _read(folder: Path, rank: int, target: bytearray) -> None:

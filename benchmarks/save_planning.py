@@ -37,8 +37,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlab.checkpoint import SavedPosition
 from titanlab.checkpoint.index import IndexedFile
+from titanlab.checkpoint.saving import Part, StartedSave, entries_of, parts_of, publish, shard_of, shared_out
 from titanlab.checkpoint.storage import blocks_of
-from titanlab.checkpoint.writer import Part, entries_of, flat, parts_of, publish, shard_of, shared_out
 from titanlab.costs import Layout
 from titanlab.distributed import build_mesh
 from titanlab.parallelism import TensorParallel, parallelise
@@ -132,7 +132,8 @@ def measured(ranks: int, pipeline: int) -> dict[str, Any]:
             for rank, size in enumerate(sizes)
         ]
         position = SavedPosition(step=0, parameters={})
-        publish(Path(folder), position, tensors, files, {})
+        started = StartedSave(folder=Path(folder), state={}, shard=shards[0], tensors=tensors, saved=position)
+        publish(started, files, {}, position)
         timed("index", at)
         cpu_seconds = time.process_time() - cpu_begin
         index_mb = (Path(folder) / "index.json").stat().st_size / 1e6
@@ -188,11 +189,11 @@ def _plan_of(parameters: dict[str, nn.Parameter]) -> list[Part]:
     """The plan of a rank with these parameters and their two moments."""
     assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
     moments = {
-        f"state.{name}.{kind}": torch.empty_like(parameter)
+        f"optimizer.state.{name}.{kind}": torch.empty_like(parameter)
         for name, parameter in parameters.items()
         for kind in ("exp_avg", "exp_avg_sq")
     }
-    return parts_of(flat({"model": parameters, "optimizer": moments}))
+    return parts_of({f"model.{name}": parameter for name, parameter in parameters.items()} | moments)
 
 
 def _moved(part: Part, host: int, hosts: int) -> Part:

@@ -28,8 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from titanlab.checkpoint import step_of
-from titanlab.checkpoint.contents import verify
+from titanlab.checkpoint import read_contents, step_of
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.errors import ConfigError
 from titanlab.records import OutcomeKind, RunFolder, list_runs
@@ -231,7 +230,7 @@ def _newest(run: RunFolder) -> int:
     whole = checkpoints(run.checkpoints)
     if not whole:
         return 0
-    verify(whole[-1], "run")
+    read_contents(whole[-1], "run").verify()
     return step_of(whole[-1])
 
 

@@ -272,7 +272,7 @@ def test_what_the_command_line_imports_first_is_light():
         ("titanlab.costs.layout", "def f():\n    from titanlab.train import train", "titanlab.costs.layout:2: imports titanlab.train.train, up"),
         ("titanlab.costs.layout", "import importlib\nimportlib.import_module('titanlab.train.train')", "titanlab.costs.layout:2: imports titanlab.train.train"),
         ("titanlab.techniques.model.llama", "import titanlab.techniques.optimizer.adamw", "titanlab.techniques.optimizer.adamw, which stands beside techniques.model"),
-        ("titanlab.data.cache", "from titanlab.checkpoint import store", "titanlab.checkpoint.store, which stands beside data"),
+        ("titanlab.data.cache", "from titanlab.checkpoint import saving", "titanlab.checkpoint.saving, which stands beside data"),
         ("titanlab.techniques.model.llama_schema", "from titanlab.techniques.model import llama", "from a torch-free module one that is not"),
         ("titanlab.techniques.model.llama_huggingface", "def f():\n    import torch.nn", "imports torch, in a torch-free module"),
         ("titanlab.techniques.model.llama_schema", "class A:\n    def implementation(self):\n        from titanlab.techniques.optimizer import adamw", "which stands beside techniques.model"),
@@ -291,7 +291,7 @@ def test_a_planted_violation_is_found(module, source, complaint):
         "titanlab.train.train": "import torch",
         "titanlab.techniques.model.llama": "",
         "titanlab.techniques.optimizer.adamw": "",
-        "titanlab.checkpoint.store": "",
+        "titanlab.checkpoint.saving": "",
     }
     assert violations(package) == []
     assert [line for line in violations({**package, module: source}) if complaint in line]

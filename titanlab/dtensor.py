@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
@@ -28,3 +29,20 @@ def in_gradient_dtype(parameter: Any, gradient: Any) -> Any:
     Under FSDP2, torch 2.15 uses the reduce dtype, earlier versions the parameter's dtype.
     """
     return gradient if parameter.grad_dtype is None else gradient.to(parameter.grad_dtype)
+
+
+def own_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+    """This rank's part of a tensor, and its offsets in the full tensor; None: the rank is outside of the tensor's mesh.
+
+    Raises:
+        ValueError: the tensor is a partial sum.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0,) * tensor.dim()
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    (chunk,) = tensor.__create_chunk_list__()
+    local = tensor.to_local().detach()
+    if tuple(chunk.sizes) != tuple(local.shape) and local.numel():
+        raise ValueError(f"a shard of shape {tuple(local.shape)} where {tuple(chunk.sizes)} was expected")
+    return local, tuple(chunk.offsets)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from titanlab.checkpoint import Position, Target, store
+from titanlab.checkpoint import Position, Target, saving
+from titanlab.checkpoint.folders import step_folder
 from titanlab.distributed import World
 
 ALONE = World(rank=0, world=1, local_rank=0, device=torch.device("cpu"))
@@ -25,4 +26,5 @@ def saved(folder, step=1, *, made=None, keep=0, only_model=None, **given):
     """Save a checkpoint of a small model. Returns its folder."""
     model, optimizer = made or trained()
     target = Target(folder=folder, model=model, optimizer=optimizer, world=ALONE, keep=keep, **given)
-    return store.save(target, Position(step=step), only_model=only_model)
+    saving.SyncSaver(target).save_last(Position(step=step), only_model)
+    return step_folder(folder, step)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.one_process import ALONE
-from titanlab.checkpoint import ITEM_BYTES, SavedPosition, load_state
-from titanlab.checkpoint.index import read_index, signed
-from titanlab.checkpoint.reader import ShardReader
+from titanlab.checkpoint import ITEM_BYTES, SavedPosition, load_state, read_contents, storage
+from titanlab.checkpoint.index import signed
+from titanlab.checkpoint.saving import HostBuffer, Plans
 from titanlab.checkpoint.storage import checksum
-from titanlab.checkpoint.store import Plans, write_and_publish
-from titanlab.checkpoint.writer import HostBuffer
 
 
 def started(state, folder, *, plans=None, world=ALONE):
@@ -26,7 +25,7 @@ def write(state, folder, *, copies=False, world=ALONE):
     folder.mkdir(exist_ok=True)
     save = started(state, folder, world=world)
     staged = save.stage(HostBuffer() if copies else None)
-    write_and_publish(lambda: staged, save, world)
+    save.complete(lambda: staged, world)
 
 
 def rewritten(checkpoint, change):
@@ -43,9 +42,10 @@ def rewritten(checkpoint, change):
 
 def read(state, folder):
     """Fill a state dict in this process. Returns the number of blocks that were read."""
-    reader = ShardReader(folder, read_index(folder), "run")
-    load_state(state, reader)
-    return reader.blocks_read
+    contents = read_contents(folder, "run")
+    with patch.object(storage, "checksum", wraps=checksum) as verified:
+        load_state(state, contents)
+    return verified.call_count
 
 
 def of_every_dtype():

@@ -6,7 +6,7 @@ import hashlib
 import threading
 
 from tests.checkpoint.one_process import trained as of_size
-from titanlab.checkpoint import Position, store
+from titanlab.checkpoint import Position, saving
 
 
 def trained(seed=0):
@@ -19,14 +19,14 @@ class Gate:
     def __init__(self, monkeypatch):
         self.opened = threading.Event()
         self.writes = []
-        real = store.write
+        real = saving.write
 
         def write(*given):
             self.opened.wait(120)
             self.writes.append(threading.current_thread().name)
             return real(*given)
 
-        monkeypatch.setattr(store, "write", write)
+        monkeypatch.setattr(saving, "write", write)
 
 
 def sums(folder):

@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny
 from tests.prove.test_experts import MODELS
-from titanlab.checkpoint import latest, load_state, read_contents, store
+from titanlab.checkpoint import latest, read_contents, whole_tensor
+from titanlab.checkpoint.loading import whole_state
 from titanlab.distributed import ALONE, joined
 from titanlab.prove import parity
 from titanlab.train import train
@@ -29,8 +29,8 @@ def loaded(made, run):
 
     def load_start(recipe, run, attempt, model, optimizer, world, **given):
         found = unpatched(recipe, run, attempt, model, optimizer, world, **given)
-        flat = store._state(model, optimizer)["optimizer"]
-        own = {name: value for name, value in flat.items() if name.endswith(AVERAGES)}
+        flat = whole_state(model, optimizer)
+        own = {name.removeprefix("optimizer."): value for name, value in flat.items() if name.endswith(AVERAGES)}
         averages.update(parity._everywhere(own, recipe.layout))
         return found
 
@@ -41,15 +41,9 @@ def loaded(made, run):
 
 def saved(run):
     """The optimizer's averages in a run's checkpoint: full tensors by name."""
-    checkpoint = latest(run.checkpoints)
-    reader = read_contents(checkpoint, "run").reader(checkpoint, "run")
-    found = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if name.startswith("optimizer.") and name.endswith(AVERAGES) and isinstance(entry, TensorStorageMetadata):
-            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-            load_state({name: whole}, reader)
-            found[name.removeprefix("optimizer.")] = whole
-    return found
+    contents = read_contents(latest(run.checkpoints), "run")
+    names = [name for name in contents.tensors if name.startswith("optimizer.") and name.endswith(AVERAGES)]
+    return {name.removeprefix("optimizer."): whole_tensor(contents, name) for name in names}
 
 
 @pytest.mark.full

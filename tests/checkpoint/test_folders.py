@@ -9,13 +9,11 @@ import pytest
 from tests import tiny
 from titanlab.checkpoint import (
     DamagedCheckpoint,
-    check_checkpoint,
-    check_step,
-    contents,
     earlier_hint,
     fall_back,
     find,
     find_run_or_checkpoint,
+    index,
     latest,
     parent_of,
     put_aside,
@@ -124,7 +122,7 @@ def test_later_ones_are_put_aside(tmp_path):
 )
 def test_another_models_checkpoint_is_refused(tmp_path, mine, said):
     with pytest.raises(ConfigError, match=f"^run=.*is of another model: {said}; choose"):
-        check_checkpoint(made(tmp_path, 1), mine, "run")
+        read_contents(made(tmp_path, 1), "run").check_model(mine)
 
 
 @pytest.mark.parametrize("name", ["index.json", "position.json"])
@@ -138,29 +136,29 @@ def test_a_file_that_the_disk_does_not_give_is_no_damage(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ConfigError, match=f"its file {name} cannot be read \\(Permission denied\\); give") as caught:
-        check_checkpoint(path, {"a.weight": (2, 3)}, "run")
+        read_contents(path, "run")
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
 def test_one_that_its_run_removes_while_it_is_read_is_no_damage(tmp_path, monkeypatch):
-    path, real = made(tmp_path, 1), contents.indexed
+    path, real = made(tmp_path, 1), index.read_index
 
     def then_removed(*named):
-        index = real(*named)
+        found = real(*named)
         remove(path)
-        return index
+        return found
 
-    monkeypatch.setattr(contents, "indexed", then_removed)
+    monkeypatch.setattr(index, "read_index", then_removed)
     with pytest.raises(DamagedCheckpoint, match=r"^run=.*: was removed while it was read; try again: its run keeps"):
         read_contents(path, "run")
 
 
 def test_a_run_must_be_longer_than_what_it_starts_from(tmp_path):
     path = made(tmp_path, 5)
-    saved = read_contents(path, "run").saved
-    check_step(path, saved, 6)
+    contents = read_contents(path, "run")
+    contents.check_step(6)
     with pytest.raises(ConfigError, match=r"^training.steps=5: the checkpoint .* is of step 5 already; try 10$"):
-        check_step(path, saved, 5)
+        contents.check_step(5)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ WHOLE = {
 def written(folder, **changed):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "position.json").write_text(json.dumps({**WHOLE, **changed}))
+    (folder / "index.json").touch()
     return folder
 
 
@@ -70,17 +71,18 @@ def written(folder, **changed):
 )
 def test_what_no_run_saves_is_refused(tmp_path, changed, rule):
     with pytest.raises(ConfigError) as refused:
-        read_position(written(tmp_path / "step-00000003", **changed), "run", cure="the cure")
+        read_position(written(tmp_path / "step-00000003", **changed), "run")
     assert rule in str(refused.value)
-    assert str(refused.value).endswith("; the cure")
+    assert str(refused.value).endswith("; give another checkpoint, or a whole copy of this one")
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b'{"data":' * 5_000 + b"1" + b"}" * 5_000, b"[1]", b"3", b""])
 def test_content_that_is_nested_or_no_mapping_is_refused(tmp_path, content):
     (tmp_path / "position.json").write_bytes(content)
+    (tmp_path / "index.json").touch()
     with pytest.raises(ConfigError, match=r"position\.json"):
-        read_position(tmp_path, "run", cure="c")
+        read_position(tmp_path, "run")
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -89,7 +91,7 @@ def test_what_is_written_is_read(tmp_path):
         files={"a": 7}, generators={1: {"cpu": b"\0\xff"}}, recipe="ab" * 32, contents="model",
     )  # fmt: skip
     (tmp_path / "position.json").write_bytes(position_bytes(saved))
-    found = read_position(tmp_path, "run", cure="c")
+    found = read_position(tmp_path, "run")
     # JSON has no NaN.
     assert found == structs.replace(saved, data={"samples": 12, "at": None})
     assert b'"generators": {\n  "1": {\n   "cpu": "AP8="' in position_bytes(saved)
@@ -97,7 +99,7 @@ def test_what_is_written_is_read(tmp_path):
     assert b"contents" not in short
     # One of an earlier version has few keys, and one that a person has copied any name.
     (tmp_path / "position.json").write_text('{"step": 3, "parameters": {}}')
-    assert read_position(tmp_path, "run", cure="c") == SavedPosition(step=3, parameters={})
+    assert read_position(tmp_path, "run") == SavedPosition(step=3, parameters={})
 
 
 @pytest.fixture

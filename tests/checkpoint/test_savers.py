@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from tests.checkpoint.targets import Gate, saved_by, sums, trained
 from tests.pool import RankFailure
-from titanlab.checkpoint import Position, Target, store
+from titanlab.checkpoint import Position, Target, saving
 from titanlab.checkpoint.folders import checkpoints
-from titanlab.checkpoint.store import AsyncSaver, PinnedSaver, SyncSaver
-from titanlab.checkpoint.writer import HostBuffer
+from titanlab.checkpoint.saving import AsyncSaver, HostBuffer, PinnedSaver, SyncSaver
 from titanlab.distributed import World
 from titanlab.distributed.traffic import last_collectives
 
@@ -43,7 +42,7 @@ def test_an_old_checkpoint_that_stays_is_reported_by_the_main_thread(target, mon
     lines = []
     saver = AsyncSaver(target(keep=1, warn=lambda text: lines.append((threading.current_thread().name, text))))
     saved_by(saver)
-    monkeypatch.setattr(store, "remove", lambda path: OSError(13, "Permission denied") if path.exists() else None)
+    monkeypatch.setattr(saving, "remove", lambda path: OSError(13, "Permission denied") if path.exists() else None)
     saved_by(saver, step=2)
     assert [(name, "step-00000001 cannot be removed: Permission denied" in text) for name, text in lines] == [
         ("MainThread", True)
@@ -91,7 +90,7 @@ def ends_while_the_other_waits(folder):
         saver.save(Position(step=1))
     else:
         # Without the thread that writes.
-        store.begin(saver._target, Position(step=1), saver._plans)
+        saving.begin(saver._target, Position(step=1), saver._plans)
     raise LookupError(f"rank {rank} has a planted error")
 
 
@@ -144,7 +143,7 @@ def test_the_next_update_waits_for_a_device_that_copies(tmp_path, target, monkey
         monkeypatch.setattr(torch.cuda, name, lambda *given: Device(notes))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(
-        "titanlab.checkpoint.writer.HostBuffer._taken", lambda buffer, size: torch.empty(size, dtype=torch.uint8)
+        "titanlab.checkpoint.saving.HostBuffer._taken", lambda buffer, size: torch.empty(size, dtype=torch.uint8)
     )
     saver = PinnedSaver(target())
     saver.before_update()

@@ -22,22 +22,20 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.checkpoint.one_process import ALONE, saved, trained
 from tests.checkpoint.storage import started
 from titanlab.checkpoint import (
+    Contents,
     DamagedCheckpoint,
     Position,
+    SavedPosition,
     Target,
     generator_states,
+    load,
     on_all_ranks,
     read_contents,
+    saving,
     set_generators,
-    store,
 )
-from titanlab.checkpoint.store import (
-    Plans,
-    attempted,
-    remove_old,
-    restore_generators,
-    write_and_publish,
-)
+from titanlab.checkpoint.loading import attempted, restore_generators
+from titanlab.checkpoint.saving import Plans, SyncSaver, remove_old
 from titanlab.distributed import World
 from titanlab.errors import ConfigError
 
@@ -57,9 +55,9 @@ def kept():
     set_generators(states, ALONE)
 
 
-def loaded(checkpoint, made, **given):
-    model, optimizer = made
-    return store.load(checkpoint, "run", model=model, optimizer=optimizer, world=ALONE, **given)
+def loaded(contents, made):
+    contents = contents if isinstance(contents, Contents) else read_contents(contents, "run")
+    return load(contents, *made, ALONE)
 
 
 def tensors(made):
@@ -94,7 +92,8 @@ def test_all_files_are_on_the_disk_before_a_checkpoint_has_its_name_and_the_name
 def test_a_load_gives_back_everything_but_the_settings(tmp_path):
     made = trained()
     model, optimizer = made
-    checkpoint = store.save(Target(folder=tmp_path, model=model, optimizer=optimizer, world=ALONE, keep=0), POSITION)
+    SyncSaver(Target(folder=tmp_path, model=model, optimizer=optimizer, world=ALONE, keep=0)).save(POSITION)
+    checkpoint = tmp_path / "step-00000007"
     drawn = (torch.rand(2).tolist(), random.random())
     other = trained(seed=1)
     other[1].param_groups[0].update(lr=0.125, weight_decay=0.75)
@@ -109,7 +108,7 @@ def test_the_generators_of_a_rank_that_the_checkpoint_had_not_stay(tmp_path):
     checkpoint = saved(tmp_path)
     model, optimizer = trained(seed=1)
     before = generator_states(ALONE)
-    store.load(checkpoint, "run", model=model, optimizer=optimizer, world=replace(ALONE, rank=1))
+    load(read_contents(checkpoint, "run"), model, optimizer, replace(ALONE, rank=1))
     assert generator_states(ALONE) == before
 
 
@@ -130,7 +129,7 @@ def test_damage_leaves_the_generators_as_they_were(tmp_path):
     torch.rand(5)
     before = generator_states(ALONE)
     with pytest.raises(DamagedCheckpoint, match="holds no state of a generator"):
-        loaded(checkpoint, made, read=lambda *named: planted)
+        loaded(planted, made)
     # The first state is whole, and was not kept either.
     assert generator_states(ALONE) == before
 
@@ -157,9 +156,9 @@ def test_a_save_replaces_a_checkpoint_of_the_same_step(tmp_path, monkeypatch):
     saved(tmp_path, 1)
     assert names(tmp_path) == ["step-00000001"]
     assert names(final) == ["index.json", "position.json", "rank-00000.safetensors"]
-    real = store.remove
+    real = saving.remove
     refused = OSError(errno.EACCES, "Permission denied")
-    monkeypatch.setattr(store, "remove", lambda path: refused if path == final else real(path))
+    monkeypatch.setattr(saving, "remove", lambda path: refused if path == final else real(path))
     with pytest.raises(PermissionError):
         saved(tmp_path, 1)
     assert names(tmp_path) == ["step-00000001"]
@@ -274,33 +273,33 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_state_is_damage(name):
+    contents = Contents(checkpoint=HERE, key="run", saved=SavedPosition(step=0, parameters={}), tensors={}, objects={})
     with pytest.raises(DamagedCheckpoint, match=r"^run=here: holds no state of a generator \(\w+Error\)"):
-        restore_generators(BAD[name], ALONE, HERE, "run")
+        restore_generators(BAD[name], ALONE, contents)
 
 
 def hashes(plans, state, folder, world=ALONE):
     """Save, and return a hash of each file."""
     folder.mkdir(exist_ok=True)
     save = started(state, folder, plans=plans, world=world)
-    write_and_publish(save.stage, save, world)
+    save.complete(save.stage, world)
     world.share(None)
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
 
 
 def state(value=0.0, **other):
-    return {"model": {"x": torch.full((3, 4), value)}, "optimizer": {"step": 1.0}, **other}
+    return {"model.x": torch.full((3, 4), value), "optimizer.step": 1.0, **other}
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {},
-        {"model": {"x": torch.ones(4, 3)}},
-        {"model": {"x": torch.ones(3, 4, dtype=torch.bfloat16)}},
-        {"model": {"y": torch.ones(3, 4)}},
-        {"model": {"x": torch.ones(3, 4), "y": torch.ones(1)}},
-        {"model": {"x": 5}},
-        {"optimizer": {"step": torch.ones(())}},
+        {"model.x": torch.ones(4, 3)},
+        {"model.x": torch.ones(3, 4, dtype=torch.bfloat16)},
+        {"model.y": torch.ones(3, 4)},
+        {"model.x": 5},
+        {"optimizer.step": torch.ones(())},
     ],
 )
 def test_a_plan_serves_the_next_save_and_one_of_another_form_is_planned_anew(tmp_path, changed):

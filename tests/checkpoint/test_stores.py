@@ -27,7 +27,6 @@ def test_bytes_return_as_they_were_written(server):
     target = bytearray(2 * BLOCK)
     with BlockReader(PLACE / "file", file.size, file.checksums) as reader:
         reader.read_into(BLOCK - 5, memoryview(target))
-        assert reader.blocks_read == 3
         reader.verify()
     assert target == CONTENT[BLOCK - 5 : 3 * BLOCK - 5]
 

@@ -13,9 +13,8 @@ from safetensors import safe_open
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
 from titanlab.checkpoint import index as reader
-from titanlab.checkpoint import remove
+from titanlab.checkpoint import loading, remove
 from titanlab.checkpoint.folders import step_folder
-from titanlab.checkpoint.reader import ShardReader
 from titanlab.cli import main
 from titanlab.train import is_weights
 
@@ -73,7 +72,7 @@ def trains(tmp_path, monkeypatch):
 @pytest.mark.parametrize("form", ["hf", "titanlab", "dcp", "dcp --names torchtitan"])
 def test_a_checkpoint_that_its_run_removes_meanwhile_is_replaced_by_the_next(tmp_path, trains, capsys, part, form):
     """It was "damaged: its file index.json is missing"."""
-    owner, name = (reader, "read_index") if part == "index" else (ShardReader, "read_data")
+    owner, name = (reader, "read_index") if part == "index" else (loading, "read_pieces")
     run = trains(owner, name)
     assert main(["export", str(run.path), "--into", str(tmp_path / "out"), "--format", *form.split()]) == 0
     line = "step-00000004 was removed while it was read (checkpoint.keep of its run): the next one is read"

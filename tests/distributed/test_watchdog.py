@@ -322,7 +322,7 @@ def test_a_record_names_the_innermost_line_that_is_not_torchs():
     ("file", "function", "activity"),
     [
         ("data/stream.py", "read", "data"),
-        ("checkpoint/store.py", "save", "checkpoint"),
+        ("checkpoint/saving.py", "save", "checkpoint"),
         ("train/train.py", "train", ""),
         ("train/train.py", "next_batch", "data"),
     ],

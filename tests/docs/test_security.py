@@ -14,9 +14,9 @@ PARSING = re.compile(
 )
 # Modules that parse what this process, or a process that it started, has just written.
 OWN = {
-    "titanlab/checkpoint/store.py": "an error on its way between ranks",
+    "titanlab/checkpoint/loading.py": "an error on its way between ranks; states of generators, which the page names",
     "titanlab/costs/attention_order.py": "the table of attention kernels, which the package brings",
-    "titanlab/checkpoint/writer.py": "values on their way between ranks",
+    "titanlab/checkpoint/saving.py": "values that this process has just written",
     "titanlab/distributed/traffic.py": "what torch's recorder gives in this process",
     "titanlab/distributed/stop.py": "lines of the watcher that has started the rank",
     "titanlab/techniques/profiler/trace.py": "the trace that torch's profiler has just written in this process",
@@ -31,7 +31,7 @@ EXECUTES = re.compile(
     r"(?<![\w.])(?:eval|exec|__import__)\(|pickle\.(?:loads?|Unpickler)\b|weights_only=False|yaml\.unsafe|allow_pickle=True"
 )
 ALLOWED = {
-    "titanlab/checkpoint/store.py": "pickle.loads of an error that was just pickled here",
+    "titanlab/checkpoint/loading.py": "pickle.loads of an error that was just pickled here",
     "titanlab/train/dcp.py": "an unpickler that imports and calls nothing",
     "titanlab/distributed/traffic.py": "an unpickler that imports nothing, of what torch's recorder gives in this process",
 }

@@ -67,7 +67,7 @@ def of_rank(made):
     ):
         mesh, layout = build_mesh(made.layout, "cpu"), made.layout
         assembled = assemble.assemble(made, world, mesh)
-        fill_start(made, assembled.model)
+        fill_start(made, assembled.model, world)
         assembled.after_update()
         own = [rows[mesh.data_rank :: layout.data] for rows in packed()]
         for start in range(0, len(own[0]), assembled.evaluation_rows):

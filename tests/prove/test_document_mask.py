@@ -78,7 +78,7 @@ def hub(tmp_path_factory):
 
 def of_folder(path):
     source = open_folder(path, "x")
-    model = sampling._empty(source.model, documents.SEQ, torch.float32, torch.device("cpu"))
+    model = sampling._filled(source, documents.SEQ, torch.float32, torch.device("cpu"))
     fill(model, source)
     return model
 

@@ -83,7 +83,7 @@ def test_biases_move_against_the_load(tmp_path):
 
 @pytest.mark.parametrize(
     ("balance", "layout"),
-    [("bias", {}), ("auxiliary_batch", {}), ("bias", {"pipeline": 2})],
+    [pytest.param("bias", {}, marks=pytest.mark.full), ("auxiliary_batch", {}), ("bias", {"pipeline": 2})],
 )
 def test_a_resumed_run_goes_on_with_its_biases(pool, tmp_path, balance, layout):
     """Or with the shares of the last step's tokens."""

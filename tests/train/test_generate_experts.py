@@ -18,8 +18,6 @@ from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.distributed import ALONE, open_world
 from titanlab.train import generate as sampling
-from titanlab.train.initialise import fill
-from titanlab.train.totals import set_biases
 from titanlab.train.weights import open_folder
 
 STEPS, SEQUENCES, RATE = 4, 8, 0.05
@@ -51,10 +49,7 @@ def loss_of(made, folder):
         if folder.name.startswith("step-"):
             return held_out_loss(made, sampling._load(made, folder, CPU))
         weights = open_folder(folder, "run")
-        model = sampling._empty(weights.model, 32, torch.float32, CPU)
-        fill(model, weights)
-        set_biases(model, weights.biases)
-        return held_out_loss(made, model)
+        return held_out_loss(made, sampling._filled(weights, 32, torch.float32, CPU))
 
 
 def test_it_chooses_as_evaluation_does(trained):

@@ -169,7 +169,7 @@ def results(run):
     "given",
     [
         {"log_every": 4},
-        {"shard": 2},
+        pytest.param({"shard": 2}, marks=pytest.mark.full),
         # A pipeline and compiled blocks, whose first call is then without gradients.
         pytest.param({"pipeline": 2, "shard": 2, "microbatch": 2}, marks=pytest.mark.full),
         pytest.param({"blocks": True, "backend": "aot_eager", "fused": True}, marks=pytest.mark.full),
@@ -262,27 +262,3 @@ def test_the_position_in_real_data_is_resumed(pool, tmp_path, corpus, monkeypatc
 def attempt_with_cache(cache, made, run, raises_at):
     os.environ["TITANLAB_CACHE"] = cache
     return attempt(made, run, raises_at)
-
-
-def test_a_new_run_starts_from_another_ones_checkpoint(pool, straight, tmp_path):
-    _, first, before = stopped(pool, tmp_path)
-    made = tiny.recipe(tmp_path, name="second", steps=STEPS, data=Planted(), load_from=str(first.path))
-    run = tiny.begin(made)
-    after = pool.run(1, attempt, made, run)[0]
-    assert before[0].trace.losses + after.trace.losses == straight()[0].trace.losses
-    assert run.metrics("attempt")[0]["step"] == STOP
-    # Its own checkpoint goes before the one that it started from.
-    tiny.begin(made, run)
-    assert pool.run(1, attempt, made, run)[0].trace.losses == []
-
-
-def test_settings_of_the_optimizer_are_the_recipes_not_the_checkpoints(pool, tmp_path):
-    _, first, _ = stopped(pool, tmp_path, weight_decay=0.1)
-    ends = []
-    for decay in (0.1, 0.5):
-        given = {"steps": STOP + 1, "data": Planted(), "load_from": str(first.path), "weight_decay": decay}
-        made = tiny.recipe(tmp_path, name=f"decay-{decay}", **given)
-        ends.append(pool.run(1, attempt, made, tiny.begin(made))[0].trace.parameters)
-    assert not same_bits(*ends)
-    # Norms have none.
-    assert len({tuple(end["norm.weight"].tolist()) for end in ends}) == 1

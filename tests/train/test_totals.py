@@ -56,6 +56,13 @@ def test_clipping_and_correction_are_one_factor():
     assert reduction(tokens=4).gradient_factor(100.0) == 2.5
 
 
+@pytest.mark.parametrize("asks", [0, 1])
+def test_one_rank_that_asks_for_a_checkpoint_is_enough(asks):
+    world = Peers([0.0] * (3 + len(STOPS)) + [asks])
+    given = {"squared_norm": torch.tensor(1.0), "loss_sum": torch.tensor(1.0), "tokens": 1, "stop": 0}
+    assert Reduction(world, **given, nominal_tokens=1, saves=False).read().saves is bool(asks)
+
+
 def test_a_zero_gradient_is_left_alone():
     assert reduction(squared_norm=0.0).gradient_factor(1.0) is None
 

@@ -7,7 +7,8 @@ from torch import nn
 
 from tests import tiny
 from tests.checkpoint.one_process import ALONE
-from titanlab.checkpoint import Position, Target, store
+from titanlab.checkpoint import Position, Target, saving
+from titanlab.checkpoint.folders import step_folder
 
 
 def module(model, seed=0):
@@ -29,8 +30,9 @@ def save(run, model, *, step=1, seed=0, **position):
     """A checkpoint of a run. Returns its folder."""
     made = module(model, seed)
     optimizer = torch.optim.SGD(made.parameters())
-    position = Position(step=step, **position)
-    return store.save(Target(folder=run.checkpoints, model=made, optimizer=optimizer, world=ALONE, keep=0), position)
+    target = Target(folder=run.checkpoints, model=made, optimizer=optimizer, world=ALONE, keep=0)
+    saving.SyncSaver(target).save(Position(step=step, **position))
+    return step_folder(run.checkpoints, step)
 
 
 def run_of(folder, **given):

@@ -230,8 +230,8 @@ def spread_and_compare(world):
     return empty
 
 
-@pytest.mark.parametrize("world", [4, 3, 1])
+@pytest.mark.parametrize("world", [4, 3])
 def test_no_layout_shows(pool, world):
     empty = pool.run(world, spread_and_compare, world)
     # Uneven shapes leave some ranks with nothing, and that was met.
-    assert sum(empty) > 0 or world < 3
+    assert sum(empty) > 0

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from tests.checkpoint.one_process import ALONE
 from tests.refusals import refusal
 from tests.weights import saved
 from tests.weights.huggingface import made as folders
@@ -124,7 +125,7 @@ def test_biases_go_along_where_both_models_have_them(tmp_path, before, after, gi
     recipe, begun = saved.run_of(tmp_path / "runs", model=first)
     saved.save(begun, first, routing=BIASES)
     model = saved.module(second, seed=1)
-    assert fill_start(replace(recipe, model=second, init_from=str(begun.path)), model) == given
+    assert fill_start(replace(recipe, model=second, init_from=str(begun.path)), model, ALONE) == given
 
 
 def test_an_older_field_of_the_model_may_be_absent_in_the_run_s_config(run):
@@ -150,9 +151,9 @@ def test_what_is_left_out_keeps_its_initial_value(both):
     for recipe in both:
         model, initial = saved.module(recipe.model, seed=1), saved.module(recipe.model, seed=1)
         check_beginning(replace(recipe, init_from_exclude=patterns))
-        fill_start(replace(recipe, init_from_exclude=patterns), model)
+        fill_start(replace(recipe, init_from_exclude=patterns), model, ALONE)
         begun = saved.module(recipe.model, seed=1)
-        fill_start(recipe, begun)
+        fill_start(recipe, begun, ALONE)
         for name, parameter in model.named_parameters():
             source = initial if any(part in name for part in left_out) else begun
             assert parameter.equal(source.get_parameter(name)), name
@@ -192,7 +193,7 @@ def test_another_vocabulary_needs_embedding_and_head_left_out(both):
         chosen = replace(larger, init_from_exclude=("output", "tok_embeddings"))
         check_beginning(chosen)
         model = saved.module(larger.model, seed=1)
-        fill_start(chosen, model)
+        fill_start(chosen, model, ALONE)
         norms = replace(chosen, model=replace(larger.model, norm_eps=1e-3))
         assert "norm_eps" in refusal(check_beginning, norms)
 
@@ -201,5 +202,5 @@ def test_a_router_that_is_left_out_begins_without_a_bias(tmp_path):
     recipe, begun = saved.run_of(tmp_path / "runs", model=BIASED)
     saved.save(begun, BIASED, routing=BIASES)
     chosen = replace(recipe, init_from=str(begun.path), init_from_exclude=("layers.0.feed_forward.router",))
-    given = fill_start(chosen, saved.module(BIASED, seed=1))
+    given = fill_start(chosen, saved.module(BIASED, seed=1), ALONE)
     assert given == {"layers.0": [0.0] * 4, "layers.1": BIASES["layers.1"]}

@@ -154,7 +154,7 @@ def test_the_digest_is_of_the_biases_too(tmp_path):
 
 def test_a_model_without_a_form_in_transformers_is_one_line(tmp_path, monkeypatch):
     origin = from_folder(folders.folder(tmp_path / "hub"), "k")
-    monkeypatch.setattr(type(origin.source.model), "hugging_face", staticmethod(lambda: None))
+    monkeypatch.setattr(type(origin.model), "hugging_face", staticmethod(lambda: None))
     assert (
         refusal(exported, origin, tmp_path / "theirs")
         == "--format=hf: llama has no form in transformers; try --format titanlab"

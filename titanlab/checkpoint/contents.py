@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct, structs
@@ -29,8 +29,7 @@ from titanlab.errors import ConfigError
 from titanlab.techniques.optimizer.optimizers_schema import CODES
 
 if TYPE_CHECKING:
-    from titanlab.checkpoint.index import CheckpointIndex
-    from titanlab.checkpoint.reader import Reader
+    from titanlab.checkpoint.index import IndexedFile, IndexedTensor
 
 POSITION = "position.json"
 # A file of 512 ranks on GPUs has about a fifteenth of this size.
@@ -109,29 +108,29 @@ def position_bytes(saved: SavedPosition) -> bytes:
     return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
 
-def read_position(checkpoint: Place, key: str, *, cure: str, content: bytes | None = None) -> SavedPosition:
+def read_position(checkpoint: Place, key: str, content: bytes | None = None) -> SavedPosition:
     """Read position.json, or check its content, if that has been read already.
 
     Raises:
         DamagedCheckpoint: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
     """
-    with _usable(checkpoint, key, POSITION, cure):
+    with _usable(checkpoint, key, POSITION):
         content = folder_at(checkpoint).read(POSITION, MOST_BYTES) if content is None else content
         file = parsed(content, SavedPosition, POSITION)
     step = step_named(checkpoint)
     if step not in (None, file.step):
         rule = f"its {POSITION} is of step {file.step}, and the folder's name says {step}"
-        raise DamagedCheckpoint(key, checkpoint, rule, cure)
+        raise DamagedCheckpoint(key, checkpoint, rule, earlier_hint(checkpoint))
     return file
 
 
-def check_files(checkpoint: Place, files: Mapping[str, int], key: str, *, cure: str) -> None:
+def check_files(checkpoint: Place, files: Mapping[str, int], key: str) -> None:
     """Check that a checkpoint's files have the sizes that they had when it was saved."""
     known = folder_at(checkpoint).sizes(files)
     for name, size in files.items():
         if known.get(name) != size:
             rule = f"has {known[name]} bytes, and had {size} when it was saved" if name in known else "is missing"
-            raise DamagedCheckpoint(key, checkpoint, f"is damaged: its file {name} {rule}", cure)
+            raise damaged(checkpoint, key, f"its file {name} {rule}")
 
 
 # Prefix of the names of an optimizer's states; a parameter's name follows.
@@ -139,156 +138,139 @@ _STATES = "optimizer.state."
 KEY = "checkpoint.load_from"
 
 
-class Readable(Protocol):
-    """What a run can load: a checkpoint, or a folder of another format that has a position.json too.
-
-    Attributes:
-        names: of all entries.
-    """
-
-    @property
-    def saved(self) -> SavedPosition: ...
-
-    @property
-    def names(self) -> AbstractSet[str]: ...
-
-    def reader(self, checkpoint: Place, key: str) -> Reader: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """A checkpoint without the bytes of its tensors."""
+    """A checkpoint without the bytes of its tensors.
 
+    Attributes:
+        key: the config key or argument that names the checkpoint, for errors.
+        tensors: as `titanlab.checkpoint.index` has them.
+        objects: values of the entries that are not tensors.
+        files: to which the chunks of the tensors refer.
+        chunk: reads a chunk in another format: file, first byte, bytes → the tensor or the value; None: the files are
+            titanlab's. With it the objects are its arguments.
+    """
+
+    checkpoint: Place
+    key: str
     saved: SavedPosition
-    entries: CheckpointIndex
+    tensors: Mapping[str, IndexedTensor]
+    objects: Mapping[str, Any]
+    files: Sequence[IndexedFile] = ()
+    chunk: Callable[[int, int, int], Any] | None = None
 
     @property
     def names(self) -> AbstractSet[str]:
-        return self.entries.tensors.keys() | self.entries.objects.keys()
+        return self.tensors.keys() | self.objects.keys()
 
-    def reader(self, checkpoint: Place, key: str) -> Reader:
-        # Imported here: it imports torch.
-        from titanlab.checkpoint.reader import ShardReader
+    def verify(self) -> None:
+        """Read all files and compare every block with its checksum."""
+        for file in self.files:
+            try:
+                with BlockReader(self.checkpoint / file.name, file.size, file.checksums) as reader:
+                    reader.verify()
+            except DamagedFile as error:
+                raise self.damaged(error) from error
 
-        return ShardReader(checkpoint, self.entries, key)
+    def damaged(self, reason: object) -> DamagedCheckpoint:
+        return damaged(self.checkpoint, self.key, reason)
+
+    def unusable(self, rule: str) -> DamagedCheckpoint:
+        """As `damaged`, in other words."""
+        return DamagedCheckpoint(self.key, self.checkpoint, rule, earlier_hint(self.checkpoint))
+
+    def refused(self, rule: str, cure: str | None = None) -> ConfigError:
+        """The error about a checkpoint that may be whole; cure None: names the checkpoint before."""
+        return ConfigError(self.key, self.checkpoint, rule, cure or earlier_hint(self.checkpoint))
+
+    def check_model(self, parameters: Mapping[str, tuple[int, ...]], *, without: Collection[str] = ()) -> None:
+        """Check that the checkpoint fits a model, before any rank starts.
+
+        Args:
+            without: names of parameters that will not be read.
+        """
+        there = {name: shape for name, shape in self.saved.parameters.items() if name not in without}
+        here = {name: list(shape) for name, shape in parameters.items() if name not in without}
+        if there == here:
+            return
+        name = next(name for name in [*here, *there] if there.get(name) != here.get(name))
+        shapes = (one_line("×".join(map(str, known[name]))) if name in known else "absent" for known in (there, here))
+        rule = "is of another model: {} is {} there and {} here".format(one_line(name), *shapes)
+        raise self.refused(rule, "choose the model that it was trained as")
+
+    def check_whole(self) -> None:
+        """Check that a run can resume from the checkpoint."""
+        if self.saved.contents is not None:
+            rule = "has the model only (checkpoint.last=model), so no run resumes from it"
+            cure = f"start a new run with init_from={self.checkpoint}, or {earlier_hint(self.checkpoint)}"
+            raise self.refused(rule, cure)
+
+    def check_optimizer(self, names: Sequence[str]) -> None:
+        """Check that the checkpoint has the optimizer's state in the form that this optimizer and layout need.
+
+        Args:
+            names: of the optimizer's entries in the model that loads.
+        """
+        known = self.names
+        degrees = " ".join(f"parallelism.{axis}={degree}" for axis, degree in self.saved.layout.items())
+        layout = f"resume under its layout ({one_line(degrees)}), or one with its tensor degree"
+        weights = f"or take its weights only: init_from={self.checkpoint}"
+        for name in names:
+            if name not in known and known & {f"{name}{CODES}", name.removesuffix(CODES)}:
+                entry, few = name.removesuffix(CODES), "few bits, and this run has it in full precision"
+                few = few if entry == name else "full precision, and this run has it in few bits"
+                rule = f"has {one_line(entry)} in {few}: its optimizer has another kind or block_size, or its layout "
+                rule += "cuts the rows of that matrix otherwise"
+                raise self.refused(rule, f"keep its optimizer, and {layout}; {weights}")
+        states = {name.rpartition(".")[2] for name in known}
+        for name in names:
+            parameter, _, state = name.removeprefix(_STATES).rpartition(".")
+            rule = f"has no {one_line(state)} of {one_line(parameter)}"
+            if name.startswith(_STATES) and state not in states:
+                raise self.refused(f"{rule}: it was saved with another optimizer", f"keep its optimizer, {weights}")
+            if name.startswith(_STATES) and name not in known:
+                rule += ", which was frozen there, or had another optimizer"
+                raise self.refused(rule, f"keep its optimizer and training.freeze, {weights}")
+
+    def check_step(self, steps: int) -> None:
+        """Check that a new run has steps left after the checkpoint from which it starts."""
+        if (step := self.saved.step) >= steps:
+            rule = f"the checkpoint {self.checkpoint} is of step {step} already"
+            raise ConfigError("training.steps", steps, rule, f"try {2 * step}")
 
 
 def read_contents(checkpoint: Place, key: str) -> Contents:
     """Read a checkpoint's index and position, and check them and the sizes of its other files."""
     # Imported here: it needs numpy, and a command that starts a new run reads no index.
-    from titanlab.checkpoint.index import PositionSum
+    from titanlab.checkpoint.index import OtherFormat, PositionSum, read_index
 
-    index = indexed(checkpoint, key)
+    try:
+        with _usable(checkpoint, key, INDEX):
+            index, tensors = read_index(checkpoint)
+    except OtherFormat as error:
+        raise ConfigError(key, checkpoint, one_line(error), "use the version of titanlab that saved it") from error
     with _usable(checkpoint, key, POSITION):
         content = folder_at(checkpoint).read(POSITION, MOST_BYTES)
     if PositionSum.of(content) != index.position:
         raise damaged(checkpoint, key, f"its file {POSITION} has other bytes than were saved")
-    cure = earlier_hint(checkpoint)
-    saved = read_position(checkpoint, key, cure=cure, content=content)
-    check_files(checkpoint, {file.name: file.size for file in index.files}, key, cure=cure)
-    return Contents(saved=saved, entries=index)
-
-
-def indexed(checkpoint: Place, key: str) -> CheckpointIndex:
-    from titanlab.checkpoint.index import OtherFormat, read_index
-
-    try:
-        with _usable(checkpoint, key, INDEX):
-            return read_index(checkpoint)
-    except OtherFormat as error:
-        raise ConfigError(key, checkpoint, one_line(error), "use the version of titanlab that saved it") from error
+    saved = read_position(checkpoint, key, content)
+    check_files(checkpoint, {file.name: file.size for file in index.files}, key)
+    return Contents(
+        checkpoint=checkpoint, key=key, saved=saved, tensors=tensors, objects=index.objects, files=index.files
+    )
 
 
 @contextlib.contextmanager
-def _usable(checkpoint: Place, key: str, name: str, cure: str | None = None) -> Iterator[None]:
-    """Raise the errors of reading a file as ConfigError, with a cure; None: names the checkpoint before."""
+def _usable(checkpoint: Place, key: str, name: str) -> Iterator[None]:
+    """Raise the errors of reading a file as ConfigError."""
     try:
         yield
     except DamagedFile as error:
-        if cure is None:
-            raise damaged(checkpoint, key, error) from error
-        raise DamagedCheckpoint(key, checkpoint, f"is damaged: {error}", cure) from error
+        raise damaged(checkpoint, key, error) from error
     except OSError as error:
         # The file may be whole: the disk or its permissions are at fault.
         reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
-        raise ConfigError(key, checkpoint, reason, cure or earlier_hint(checkpoint)) from error
-
-
-def check_checkpoint(
-    checkpoint: Place,
-    parameters: Mapping[str, tuple[int, ...]],
-    key: str,
-    *,
-    read: Callable[[Place, str], Readable] = read_contents,
-    without: Collection[str] = (),
-) -> SavedPosition:
-    """Check that a checkpoint fits a model, and that its entries can be read, before any rank starts.
-
-    Args:
-        without: names of parameters that will not be read.
-
-    Returns:
-        its position.json.
-    """
-    saved = read(checkpoint, key).saved
-    saved_shapes = {name: shape for name, shape in saved.parameters.items() if name not in without}
-    declared = {name: list(shape) for name, shape in parameters.items() if name not in without}
-    if saved_shapes == declared:
-        return saved
-    name = next(name for name in [*declared, *saved_shapes] if saved_shapes.get(name) != declared.get(name))
-    there, here = (
-        one_line("×".join(map(str, known[name]))) if name in known else "absent" for known in (saved_shapes, declared)
-    )
-    shapes = f"{one_line(name)} is {there} there and {here} here"
-    raise ConfigError(key, checkpoint, f"is of another model: {shapes}", "choose the model that it was trained as")
-
-
-def check_whole(checkpoint: Place, saved: SavedPosition, key: str) -> None:
-    """Check that a run can resume from a checkpoint."""
-    if saved.contents is not None:
-        cure = f"start a new run with init_from={checkpoint}, or {earlier_hint(checkpoint)}"
-        raise ConfigError(
-            key, checkpoint, "has the model only (checkpoint.last=model), so no run resumes from it", cure
-        )
-
-
-def check_optimizer(checkpoint: Place, contents: Readable, names: Sequence[str], key: str) -> None:
-    """Check that a checkpoint has the optimizer's state in the form that this optimizer and layout need.
-
-    Args:
-        names: of the optimizer's entries in the model that loads.
-    """
-    known = contents.names
-    degrees = " ".join(f"parallelism.{axis}={degree}" for axis, degree in contents.saved.position.layout.items())
-    layout = f"resume under its layout ({one_line(degrees)}), or one with its tensor degree"
-    weights = f"or take its weights only: init_from={checkpoint}"
-    for name in names:
-        if name not in known and known & {f"{name}{CODES}", name.removesuffix(CODES)}:
-            entry, few = name.removesuffix(CODES), "few bits, and this run has it in full precision"
-            few = few if entry == name else "full precision, and this run has it in few bits"
-            rule = f"has {one_line(entry)} in {few}: its optimizer has another kind or block_size, or its layout "
-            rule += "cuts the rows of that matrix otherwise"
-            raise ConfigError(key, checkpoint, rule, f"keep its optimizer, and {layout}; {weights}")
-    states = {name.rpartition(".")[2] for name in known}
-    for name in names:
-        parameter, _, state = name.removeprefix(_STATES).rpartition(".")
-        if name.startswith(_STATES) and state not in states:
-            rule = f"has no {one_line(state)} of {one_line(parameter)}: it was saved with another optimizer"
-            raise ConfigError(key, checkpoint, rule, f"keep its optimizer, {weights}")
-        if name.startswith(_STATES) and name not in known:
-            rule = (
-                f"has no {one_line(state)} of {one_line(parameter)}, which was frozen there, or had another optimizer"
-            )
-            raise ConfigError(key, checkpoint, rule, f"keep its optimizer and training.freeze, {weights}")
-
-
-def check_step(checkpoint: Place, saved: SavedPosition, steps: int) -> None:
-    """Check that a new run has steps left after the checkpoint from which it starts."""
-    step = saved.position.step
-    if step >= steps:
-        raise ConfigError(
-            "training.steps", steps, f"the checkpoint {checkpoint} is of step {step} already", f"try {2 * step}"
-        )
+        raise ConfigError(key, checkpoint, reason, earlier_hint(checkpoint)) from error
 
 
 def parent_of(load_from: str | None) -> dict[str, Any]:
@@ -301,7 +283,7 @@ def parent_of(load_from: str | None) -> dict[str, Any]:
         # The folder may have another name, if it was copied out of its run.
         step = step_named(checkpoint)
         if step is None:
-            step = read_position(checkpoint, KEY, cure=earlier_hint(checkpoint)).position.step
+            step = read_position(checkpoint, KEY).step
     except ConfigError:
         # The checkpoint may be removed after the run has begun; the run then already has the record of its parent.
         return {}
@@ -355,11 +337,10 @@ def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]
         verified, problem = None, None
         if state == "complete":
             try:
+                contents = read_contents(path, "run")
                 if verifies:
-                    verify(path, "run")
+                    contents.verify()
                     verified = True
-                else:
-                    read_contents(path, "run")
             except ConfigError as error:
                 verified, problem = False if verifies else None, error.rule
         size, saved = folder_at(path).describe()
@@ -375,13 +356,3 @@ def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]
             )
         )
     return sorted(rows, key=lambda row: (row.step, row.name))
-
-
-def verify(checkpoint: Place, key: str) -> None:
-    """Read a checkpoint and compare every block with its checksum."""
-    for file in read_contents(checkpoint, key).entries.files:
-        try:
-            with BlockReader(checkpoint / file.name, file.size, file.checksums) as reader:
-                reader.verify()
-        except DamagedFile as error:
-            raise damaged(checkpoint, key, error) from error

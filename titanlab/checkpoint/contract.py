@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from titanlab.checkpoint.address_schema import Place, check_address, check_installed, is_address
 from titanlab.costs import Setting
@@ -56,53 +56,38 @@ class OnlyModel:
     dtype: str | None = None
 
 
-class Saver(Protocol):
-    """Saves the checkpoints of one rank, one at a time.
+class Saver:
+    """Saves the checkpoints of one rank, one at a time; this class saves nothing.
 
-    All ranks call the methods together. If a method raises OSError, it does so on all ranks; training can go on, and
-    the partial checkpoint is removed.
+    All ranks call the methods together. If a method raises OSError, such as on a full disk, it does so on all ranks;
+    training can go on, and the partial checkpoint is removed.
 
     Attributes:
         saved_step: step of the newest complete checkpoint that this saver knows; 0: none.
     """
 
-    saved_step: int
+    saved_step = 0
 
-    @abstractmethod
     def save(self, position: Position) -> None:
-        """Save; when it returns, training may go on. `wait` must have been called since the last save.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """Save; when it returns, training may go on. `wait` must have been called since the last save."""
 
     def wait(self) -> None:
-        """Wait for the save in progress, if any; by default `save` has waited.
-
-        Raises:
-            OSError: the save has failed.
-        """
-        return
+        """Wait for the save in progress, if any; raises its OSError."""
 
     @property
     def is_done(self) -> bool:
         """Whether a save has completed or failed since the last `wait`, so that `wait` would return at once."""
         return False
 
-    @abstractmethod
     def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
         """Save, and return when the checkpoint is on the disk. `wait` must have been called since the last save.
 
         Args:
             only_model: None: save everything.
-
-        Raises:
-            OSError: the disk is full.
         """
 
     def before_update(self) -> None:
         """Called before the model changes, so that a device can complete its copies of the model first."""
-        return
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,11 +107,6 @@ def checkpoints(folder: Place) -> list[Place]:
     return sorted(paths, key=lambda path: (step_of(path), path.name))
 
 
-def is_checkpoint(path: Place) -> bool:
-    """Whether a folder has files of a checkpoint; in a store, whether it has the index."""
-    return folder_at(path).is_checkpoint()
-
-
 def has_pickle(checkpoint: Place) -> TypeGuard[Path]:
     """Whether a folder is a torch.distributed.checkpoint, whose metadata is a pickle; a store never has one."""
     return (
@@ -119,6 +114,11 @@ def has_pickle(checkpoint: Place) -> TypeGuard[Path]:
         and os.path.lexists(checkpoint / METADATA)
         and not os.path.lexists(checkpoint / INDEX)
     )
+
+
+def exists(checkpoint: Place) -> bool:
+    """Whether a folder has files of a checkpoint, also of a torch.distributed.checkpoint."""
+    return folder_at(checkpoint).is_checkpoint() or has_pickle(checkpoint)
 
 
 def latest(folder: Place) -> Place | None:
@@ -150,7 +150,7 @@ def find(text: str, key: str) -> Place:
     step = step_named(path)
     known = [path] if step is None else [path, step_folder(path.parent, step)]
     for place in known:
-        if is_checkpoint(place) or has_pickle(place):
+        if exists(place):
             return place
     newest = None
     if isinstance(path, Path):
@@ -235,7 +235,7 @@ def earlier_hint(checkpoint: Place) -> str:
 
 def damaged(checkpoint: Place, key: str, reason: object) -> DamagedCheckpoint:
     """The error about a damaged checkpoint; it names the checkpoint before it."""
-    if not is_checkpoint(checkpoint):
+    if not exists(checkpoint):
         rule = "was removed while it was read"
         return DamagedCheckpoint(key, checkpoint, rule, "try again: its run keeps newer ones (checkpoint.keep)")
     return DamagedCheckpoint(key, checkpoint, f"is damaged: {one_line(reason)}", earlier_hint(checkpoint))
@@ -251,7 +251,7 @@ def read_while_kept(choose: Callable[[], Place], read: Callable[[Place], T], war
         try:
             return read(checkpoint)
         except (ConfigError, OSError):
-            if is_checkpoint(checkpoint) or has_pickle(checkpoint):
+            if exists(checkpoint):
                 raise
         warn(f"{checkpoint.name} was removed while it was read (checkpoint.keep of its run): the next one is read")
 

@@ -132,21 +132,6 @@ class OtherFormat(Exception):
     """The checkpoint has a format that this version does not know; it need not be damaged."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckpointIndex:
-    """The checked content of index.json.
-
-    Attributes:
-        objects: JSON values of the entries that are not tensors.
-        files: in the order that the chunks refer to.
-    """
-
-    position: PositionSum
-    objects: Mapping[str, Any]
-    tensors: Mapping[str, IndexedTensor]
-    files: Sequence[IndexedFile]
-
-
 def index_bytes(
     *, position: bytes, objects: dict[str, Any], tensors: dict[str, IndexEntry], files: Sequence[IndexedFile]
 ) -> bytes:
@@ -251,8 +236,8 @@ def needed_spans(
     return [(start + at, start + at + extents[separate]) for at in map(sum, itertools.product(*steps))]
 
 
-def read_index(checkpoint: Place) -> CheckpointIndex:
-    """Read and check index.json.
+def read_index(checkpoint: Place) -> tuple[IndexFile, dict[str, IndexedTensor]]:
+    """Read and check index.json. Returns its content, and the tensors in it.
 
     Raises:
         DamagedFile: it is missing or damaged.
@@ -274,8 +259,7 @@ def read_index(checkpoint: Place) -> CheckpointIndex:
         _expect(len(file.checksums) == 8 * blocks_of(file.size), f"one checksum for each block of {file.name}")
     _expect(len({file.name for file in files}) == len(files), "a different name for each file")
     _expect(not index.objects.keys() & index.tensors.keys(), "different names for tensors and objects")
-    tensors = check_tensors(index.tensors, [file.size for file in files])
-    return CheckpointIndex(position=index.position, objects=index.objects, tensors=tensors, files=files)
+    return index, check_tensors(index.tensors, [file.size for file in files])
 
 
 def check_tensors(entries: Mapping[str, IndexEntry], file_sizes: Sequence[int]) -> dict[str, IndexedTensor]:

@@ -30,9 +30,7 @@ class NoCheckpoints(CheckpointConfig):
                 )
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.store import NoSaver
-
-        return NoSaver()
+        return Saver()
 
 
 @option("checkpoint", "sync")
@@ -43,7 +41,7 @@ class Sync(CheckpointConfig):
     kind: str = field(default="sync", metadata=_NO_IDENTITY)
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.store import SyncSaver
+        from titanlab.checkpoint.saving import SyncSaver
 
         return SyncSaver(target)
 
@@ -59,7 +57,7 @@ class Async(CheckpointConfig):
     kind: str = field(default="async", metadata=_NO_IDENTITY)
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.store import AsyncSaver
+        from titanlab.checkpoint.saving import AsyncSaver
 
         return AsyncSaver(target)
 
@@ -80,6 +78,6 @@ class AsyncPinned(CheckpointConfig):
         return Async(**{each.name: getattr(self, each.name) for each in fields(self) if each.name != "kind"})
 
     def implementation(self, target: Target) -> Saver:
-        from titanlab.checkpoint.store import PinnedSaver
+        from titanlab.checkpoint.saving import PinnedSaver
 
         return PinnedSaver(target)

@@ -240,7 +240,7 @@ class StoreFolder:
     def is_checkpoint(self) -> bool:
         try:
             _size_of(self._path / INDEX)
-        except FileNotFoundError:
+        except DamagedFile:
             return False
         return True
 
@@ -266,9 +266,8 @@ class StoreFolder:
 
     def read(self, name: str, most_bytes: int) -> bytes:
         path = self._path / name
-        with _missing_is_damage(name):
-            content = bytearray(min(_size_of(path), most_bytes + 1))
-            _read_range(path, memoryview(content), 0)
+        content = bytearray(min(_size_of(path), most_bytes + 1))
+        _read_range(path, memoryview(content), 0)
         return _bounded(name, bytes(content), most_bytes)
 
     def put(self, name: str, content: bytes) -> None:
@@ -280,8 +279,7 @@ class StoreFolder:
             if store.cat_file(name) != content:
                 raise OSError("it has kept other bytes than were written")
 
-        with _gone_is_fault(self._path / name):
-            tried(self._path / name, written)
+        tried(self._path / name, written)
 
     def check_arrived(self, sizes: Mapping[str, int]) -> None:
         """Check that the store has all bytes that other hosts have written; on a disk fsync ensures this."""
@@ -297,16 +295,18 @@ class StoreFolder:
         _, target = filesystem(to)
         for name in sorted(self.objects(), key=lambda name: (name == INDEX, name)):
             copy = f"{target}/{name}"
-            with _gone_is_fault(self._path / name):
-                tried(self._path / name, lambda store, path, copy=copy: store.cp_file(path, copy))  # type: ignore[misc]
+            tried(self._path / name, lambda store, path, copy=copy: store.cp_file(path, copy))  # type: ignore[misc]
         self.remove()
 
     commit = rename
 
     def remove(self) -> None:
-        for name in sorted(self.objects(), key=lambda name: (name != INDEX, name)):
+        def removed(store: Any, path: str) -> None:
             with contextlib.suppress(FileNotFoundError):
-                tried(self._path / name, lambda store, path: store.rm_file(path))
+                store.rm_file(path)
+
+        for name in sorted(self.objects(), key=lambda name: (name != INDEX, name)):
+            tried(self._path / name, removed)
 
 
 def folder_at(place: Place) -> DiskFolder | StoreFolder:
@@ -327,8 +327,7 @@ def tried(path: StorePath, action: Callable[[Any, str], T]) -> T:
         action: takes fsspec's file system of the store, and the path in it.
 
     Raises:
-        FileNotFoundError: there is no such object.
-        StoreFault: the store does not answer, or refuses.
+        StoreFault: the store does not answer, or refuses, or there is no such object.
     """
 
     def request() -> T:
@@ -340,10 +339,7 @@ def tried(path: StorePath, action: Callable[[Any, str], T]) -> T:
 
 def written_again(place: Place, write: Callable[[], T]) -> T:
     """Write a file into a folder; in a store, write it again after errors that may be temporary."""
-    if isinstance(place, Path):
-        return write()
-    with _gone_is_fault(place):
-        return _again(write)
+    return write() if isinstance(place, Path) else _again(write)
 
 
 def _again(action: Callable[[], T]) -> T:
@@ -360,33 +356,25 @@ def _again(action: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _store_errors(path: Place) -> Iterator[None]:
-    """Raise every error of a store as StoreFault, except FileNotFoundError; errors of a disk stay as they are."""
+    """Raise every error of a store as StoreFault; errors of a disk stay as they are."""
     try:
         yield
-    except (FileNotFoundError, StoreFault):
-        raise
     # Packages of stores raise their own errors, such as those of botocore, aiohttp and google-auth.
     except Exception as error:
-        if isinstance(path, Path):
+        if isinstance(path, Path) or isinstance(error, StoreFault):
             raise
-        raise StoreFault(path.address, _line(error)) from error
+        line = f"it is gone ({_line(error)})" if isinstance(error, FileNotFoundError) else _line(error)
+        raise StoreFault(path.address, line) from error
 
 
-@contextlib.contextmanager
-def _gone_is_fault(path: StorePath) -> Iterator[None]:
-    """Raise FileNotFoundError as StoreFault, if it means that the bucket or the folder is missing."""
+def _found(path: StorePath, action: Callable[[Any, str], T]) -> T:
+    """As `tried`; DamagedFile: there is no such object."""
     try:
-        yield
-    except FileNotFoundError as error:
-        raise StoreFault(path.address, f"it is gone ({_line(error)})") from error
-
-
-@contextlib.contextmanager
-def _missing_is_damage(name: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise DamagedFile(f"its file {name} is missing") from None
+        return tried(path, action)
+    except StoreFault as fault:
+        if isinstance(fault.__cause__, FileNotFoundError):
+            raise DamagedFile(f"its file {path.name} is missing") from None
+        raise
 
 
 def _line(error: BaseException) -> str:
@@ -395,7 +383,7 @@ def _line(error: BaseException) -> str:
 
 
 def _size_of(path: StorePath) -> int:
-    """Bytes of an object; raises as `tried`."""
+    """Bytes of an object; raises as `_found`."""
 
     def asked(store: Any, name: str) -> int:
         store.invalidate_cache()
@@ -404,11 +392,11 @@ def _size_of(path: StorePath) -> int:
             raise FileNotFoundError(name)
         return int(about["size"])
 
-    return tried(path, asked)
+    return _found(path, asked)
 
 
 def _read_range(path: StorePath, target: memoryview, at: int) -> None:
-    """Fill bytes with the range of an object that begins at `at`, in parallel requests; raises as `tried`."""
+    """Fill bytes with the range of an object that begins at `at`, in parallel requests; raises as `_found`."""
     starts = range(at, at + len(target), _PIECE)
     ends = [min(start + _PIECE, at + len(target)) for start in starts]
 
@@ -422,7 +410,7 @@ def _read_range(path: StorePath, target: memoryview, at: int) -> None:
                 raise OSError(f"it has sent {len(piece)} bytes of {end - start}")
             target[start - at : end - at] = piece
 
-    tried(path, read)
+    _found(path, read)
 
 
 def _bounded(name: str, content: bytes, most_bytes: int) -> bytes:
@@ -559,9 +547,6 @@ class BlockReader:
     Args:
         size, checksums: the attributes of the `BlockWriter`.
 
-    Attributes:
-        blocks_read: how many blocks were read and verified.
-
     Raises:
         DamagedFile: the file is missing, is not a regular file, or has another size.
     """
@@ -572,14 +557,12 @@ class BlockReader:
         self._file: Any = None
         if isinstance(path, StorePath):
             self._most = _MOST_REQUESTED
-            with _missing_is_damage(path.name):
-                actual = _size_of(path)
+            actual = _size_of(path)
         else:
             self._most = _MOST_READ
             self._file = open_regular(path)
             actual = os.fstat(self._file.fileno()).st_size
         self._edge_number, self._edge = -1, memoryview(b"")
-        self.blocks_read = 0
         if actual != size:
             self.__exit__()
             raise DamagedFile(f"its file {self._name} has {actual} bytes, and had {size} when it was saved")
@@ -622,15 +605,13 @@ class BlockReader:
 
     def _read(self, number: int, target: memoryview) -> None:
         if isinstance(self._path, StorePath):
-            with _missing_is_damage(self._name):
-                _read_range(self._path, target, number * BLOCK)
+            _read_range(self._path, target, number * BLOCK)
         else:
             self._file.seek(number * BLOCK)
             if self._file.readinto(target) != len(target):
                 raise DamagedFile(f"its file {self._name} is shorter than it was when it was saved")
         for start in range(0, len(target), BLOCK):
             block = number + start // BLOCK
-            self.blocks_read += 1
             expected = int.from_bytes(self._checksums[8 * block : 8 * block + 8], "little")
             if checksum(target[start : start + BLOCK]) != expected:
                 place = f"in its block {block} of 1 MiB"

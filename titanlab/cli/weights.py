@@ -18,7 +18,7 @@ from titanlab.records import find_run
 from titanlab.system import Console, harmless_lines, user_path
 from titanlab.train import (
     DTYPES,
-    WeightsOrigin,
+    WeightsSource,
     check_apart,
     check_target,
     checkpoint_of,
@@ -42,13 +42,13 @@ def import_verb(args: Namespace) -> int:
     into = args.into or Path("weights", name)
     check_target(into, is_weights, force=args.force)
     with Console() as console:
-        origin = _origin(args, into, console)
-        line = write_ours(origin, into, name=name, dtype=None, shard_bytes=shard_bytes, report=console.note)
+        source = _source(args, into, console)
+        line = write_ours(source, into, name=name, dtype=None, shard_bytes=shard_bytes, report=console.note)
         console.note(line)
     return 0
 
 
-def _origin(args: Namespace, into: Path, console: Console) -> WeightsOrigin:
+def _source(args: Namespace, into: Path, console: Console) -> WeightsSource:
     folder = user_path(args.source)
     if not folder.exists():
         owner, slash, name = args.source.partition("/")
@@ -123,11 +123,11 @@ def _export(args: Namespace, console: Console) -> int:
     folder = user_path(args.run)
     common = {"dtype": args.dtype, "shard_bytes": shard_bytes, "report": console.note}
 
-    def write(origin: WeightsOrigin) -> None:
+    def write(source: WeightsSource) -> None:
         if args.format == "titanlab":
-            console.note(write_ours(origin, args.into, name=name, **common))
+            console.note(write_ours(source, args.into, name=name, **common))
         else:
-            write_hf(origin, args.into, **common)
+            write_hf(source, args.into, **common)
             console.note(f"AutoModelForCausalLM.from_pretrained({str(args.into)!r})")
 
     if is_weights(folder):
@@ -158,10 +158,10 @@ def _export_dcp(args: Namespace, console: Console) -> int:
 
     def write(checkpoint: Place) -> str:
         # With titanlab's names, position.json in the folder contains the biases.
-        origin = from_run(args.run, args.runs, step=None, checkpoint=checkpoint) if prefix == "" else None
+        source = from_run(args.run, args.runs, step=None, checkpoint=checkpoint) if prefix == "" else None
         with whole_folder(args.into) as part:
             write_dcp(checkpoint, part, "run", prefix=prefix)
-        return left_out(origin.source.biases) if origin else ""
+        return left_out(source.biases) if source else ""
 
     line = read_while_kept(lambda: checkpoint_of(args.run, args.runs, step=args.step), write, console.warn)
     if line:

@@ -13,14 +13,12 @@ from titanlab.checkpoint import (
     DamagedCheckpoint,
     Place,
     StorePath,
-    check_checkpoint,
-    check_whole,
     checkpoints_of,
     claim_place,
-    earlier_hint,
     fall_back,
     latest,
     put_aside,
+    read_contents,
     remove_unfinished,
     step_of,
 )
@@ -138,12 +136,12 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
             cure = f"bring that folder back; or remove {run.path}, and train anew from step 1"
             raise ConfigError("run", run.path, rule, cure)
         return
-    saved_position = check_checkpoint(checkpoint, recipe.model.account().parameters, "run")
-    check_whole(checkpoint, saved_position, "run")
-    identity = run.identity()
-    if identity is not None and saved_position.recipe not in (None, identity.sha256):
-        rule = f"is of another run, whose identity begins with {str(saved_position.recipe)[:8]}"
-        raise DamagedCheckpoint("run", checkpoint, rule, earlier_hint(checkpoint))
+    contents = read_contents(checkpoint, "run")
+    contents.check_model(recipe.model.account().parameters)
+    contents.check_whole()
+    identity, other = run.identity(), contents.saved.recipe
+    if identity is not None and other not in (None, identity.sha256):
+        raise contents.unusable(f"is of another run, whose identity begins with {str(other)[:8]}")
 
 
 def go_back(run: RunFolder, recipe: Recipe, checkpoint: Place, report: Callable[[str], None]) -> list[Place]:

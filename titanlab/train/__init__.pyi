@@ -1,7 +1,6 @@
 from .assemble import StepBatch as StepBatch
 from .dcp import write_dcp as write_dcp
 from .initialise import plain_name as plain_name
-from .interchange import WeightsOrigin as WeightsOrigin
 from .interchange import check_apart as check_apart
 from .interchange import check_target as check_target
 from .interchange import checkpoint_of as checkpoint_of
@@ -27,5 +26,6 @@ from .tracking import waiting_files as waiting_files
 from .tracking import write_at_end as write_at_end
 from .train import Observer as Observer
 from .weights import DTYPES as DTYPES
+from .weights import WeightsSource as WeightsSource
 from .weights import fetch_model as fetch_model
 from .weights import is_weights as is_weights

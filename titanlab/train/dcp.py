@@ -15,46 +15,38 @@ import operator
 import pickle
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from msgspec import structs
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlab.checkpoint import (
     ITEM_BYTES,
     METADATA,
     POSITION,
-    WITHOUT_GROUP,
+    Contents,
     DamagedCheckpoint,
+    IndexedTensor,
     Place,
-    Reader,
     SavedPosition,
     check_files,
     earlier_hint,
-    load_state,
-    metadata_of,
     position_bytes,
+    read_box,
     read_contents,
     read_position,
+    whole_tensor,
 )
-from titanlab.errors import ConfigError
 from titanlab.system import refusal, write_bytes
 from titanlab.techniques.model.contract import ModelConfig
-from titanlab.train.weights import DTYPES, Biases, TensorEntry, WeightsSource, biases_of
+from titanlab.train.weights import DTYPES, TensorEntry, WeightsSource, biases_of
 
 # The metadata of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
 MOST_BYTES = 1 << 30
@@ -134,7 +126,7 @@ class _Index(msgspec.Struct):
 
 
 class _StoredAt(msgspec.Struct):
-    """The place of an entry's bytes, with the attributes that torch's reader needs."""
+    """The place of an entry's bytes."""
 
     relative_path: str
     offset: _Count
@@ -148,12 +140,64 @@ class _Whole(msgspec.Struct):
     version: str | None = None
 
 
-def read_saved(checkpoint: Path, key: str) -> Metadata:
+class _Place(NamedTuple):
+    """A range of a file."""
+
+    file: int
+    start: int
+    size: int
+
+
+class DcpChunks:
+    """Reads what torch.save has written to ranges of the files of a folder."""
+
+    def __init__(self, folder: Path, key: str, paths: Sequence[str]) -> None:
+        self._folder, self._key, self.paths = folder, key, paths
+        # The chunk that was read last, because tensors are read a box at a time.
+        self._last: dict[_Place, Any] = {}
+
+    def __call__(self, file: int, start: int, size: int) -> Any:
+        """The tensor or the value; errors of the machine pass unchanged.
+
+        Raises:
+            DamagedCheckpoint: the file is missing or damaged, or asks for a name that no tensor needs.
+        """
+        place = _Place(file, start, size)
+        if place in self._last:
+            return self._last[place]
+        # Free the previous chunk before the next is allocated.
+        self._last.clear()
+        try:
+            with (self._folder / self.paths[file]).open("rb") as opened:
+                opened.seek(start)
+                self._last[place] = torch.load(io.BytesIO(opened.read(size)), map_location="cpu", weights_only=True)
+        except FileNotFoundError as error:
+            raise self._unreadable(f"it has no file {self.paths[file]}") from error
+        except (OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # Damaged bytes can raise any exception; torch's message about a refused name has ten lines.
+            reason = f"{type(error).__name__}: a file is damaged, or asks for more than tensors"
+            raise self._unreadable(reason) from error
+        return self._last[place]
+
+    def _unreadable(self, reason: str) -> DamagedCheckpoint:
+        rule = f"cannot be read ({reason})"
+        return DamagedCheckpoint(self._key, self._folder, rule, earlier_hint(self._folder))
+
+
+def dcp_contents(checkpoint: Path, key: str, saved: SavedPosition | None = None) -> Contents:
     """Read the metadata of a folder without running code in it.
 
+    Args:
+        saved: the position if the folder has no position.json; None: it is one of `export --format dcp`.
+
     Raises:
-        DamagedCheckpoint: the file is missing, damaged, too large, or asks for a name that no checkpoint needs.
+        DamagedCheckpoint: a file is missing, damaged or too large, or asks for a name that no checkpoint needs.
     """
+    if saved is None:
+        saved = read_position(checkpoint, key)
+        check_files(checkpoint, saved.files, key)
     path = checkpoint / METADATA
     try:
         if not path.is_file():
@@ -161,7 +205,9 @@ def read_saved(checkpoint: Path, key: str) -> Metadata:
         if path.stat().st_size > MOST_BYTES:
             raise _Unreadable(f"has {path.stat().st_size} bytes, and {MOST_BYTES} are the most")
         content = path.read_bytes()
-        return _metadata(_Unpickler(content).load(), most_chunks=len(content))
+        whole = msgspec.convert(_Unpickler(content).load(), _Whole, from_attributes=True)
+        paths, places = _places(whole)
+        tensors, objects = _entries(whole, places, most_chunks=len(content))
     except _Unreadable as error:
         raise DamagedCheckpoint(key, checkpoint, f"its {METADATA} {error}", _CURE) from error
     except OSError as error:
@@ -170,30 +216,13 @@ def read_saved(checkpoint: Path, key: str) -> Metadata:
         # Damaged bytes can be any opcodes and values, which can raise any exception.
         reason = str(error) if isinstance(error, msgspec.ValidationError) else type(error).__name__
         raise DamagedCheckpoint(key, checkpoint, f"its {METADATA} is damaged ({reason})", _CURE) from error
+    chunks = DcpChunks(checkpoint, key, paths)
+    return Contents(checkpoint=checkpoint, key=key, saved=saved, tensors=tensors, objects=objects, chunk=chunks)
 
 
-def _metadata(root: object, *, most_chunks: int) -> Metadata:
-    whole = msgspec.convert(root, _Whole, from_attributes=True)
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for name, entry in whole.state_dict_metadata.items():
-        if isinstance(entry, _Recorded) and entry.name == "BytesStorageMetadata":
-            entries[name] = BytesStorageMetadata()
-            continue
-        tensor = msgspec.convert(entry, _Tensor, from_attributes=True)
-        most_chunks -= len(tensor.chunks)
-        if most_chunks < 0:
-            # In a pickle many entries can share one list, so a small file could take hours to read.
-            raise _Unreadable("is damaged (it has more chunks than bytes)")
-        for chunk in tensor.chunks:
-            ends = map(operator.add, chunk.offsets, chunk.sizes)
-            is_alike = len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
-            if not is_alike or any(end > whole for end, whole in zip(ends, tensor.size, strict=True)):
-                raise _Unreadable(f"is damaged (a chunk lies outside of {name!r})")
-        # The dtype is the first property; the others are the same for all tensors.
-        dtype = tensor.properties.state[0].name
-        if dtype not in ITEM_BYTES:
-            raise _Unreadable("is damaged (it lacks a dtype)")
-        entries[name] = metadata_of(dtype, tensor.size, [(chunk.offsets, chunk.sizes) for chunk in tensor.chunks])
+def _places(whole: _Whole) -> tuple[list[str], dict[tuple[str, tuple[int, ...] | None], _Place]]:
+    """The names of the files, and the place of each chunk and of each object, by name and offsets."""
+    numbers: dict[str, int] = {}
     places = {}
     for index, place in whole.storage_data.items():
         at = msgspec.convert(index, _Index, from_attributes=True)
@@ -202,89 +231,60 @@ def _metadata(root: object, *, most_chunks: int) -> Metadata:
         # The file is opened later: it must be inside the checkpoint's folder. PurePath accepts ".." as a name.
         if file in ("", "..") or PurePath(file).name != file or "\0" in file:
             raise _Unreadable("is damaged (it lacks the name of a file beside it)")
-        places[MetadataIndex(at.fqn, at.offset, at.index)] = stored
-    return Metadata(state_dict_metadata=entries, storage_data=places, version=whole.version)
+        number = numbers.setdefault(file, len(numbers))
+        places[at.fqn, at.offset] = _Place(number, stored.offset, stored.length)
+    return list(numbers), places
 
 
-@dataclass(frozen=True, kw_only=True)
-class DcpContents:
-    """A folder of `export --format dcp`, as `checkpoint.load_from` and `init_from` read it; see `Readable`."""
-
-    saved: SavedPosition
-    metadata: Metadata
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self.metadata.state_dict_metadata)
-
-    def reader(self, checkpoint: Place, key: str) -> DcpReader:
-        assert isinstance(checkpoint, Path)
-        return DcpReader(checkpoint, self.metadata, key)
-
-
-def dcp_contents(checkpoint: Path, key: str) -> DcpContents:
-    """The contents of a folder of `export --format dcp`; see `contents_of`."""
-    cure = earlier_hint(checkpoint)
-    saved = read_position(checkpoint, key, cure=cure)
-    check_files(checkpoint, saved.files, key, cure=cure)
-    return DcpContents(saved=saved, metadata=read_saved(checkpoint, key))
-
-
-class DcpReader(Reader, dcp.FileSystemReader):
-    """Reads a folder whose `.metadata` was read as data, and reports faults of the files as ConfigError."""
-
-    checkpoint: Path
-
-    def __init__(self, checkpoint: Path, metadata: Metadata, key: str) -> None:
-        super().__init__(checkpoint)
-        self.checkpoint, self.named_by, self._metadata = checkpoint, key, metadata
-
-    def decode(self, content: io.BytesIO) -> Any:
-        return torch.load(content, weights_only=True)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata; FileSystemReader would call pickle.load."""
-        return replace(self._metadata, storage_meta=StorageMeta(load_id=self.load_id))
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read as FileSystemReader does, with weights_only=True for tensors.
-
-        Raises:
-            DamagedCheckpoint: a file is missing or damaged, or asks for a name that no tensor needs; errors of the
-                machine pass unchanged.
-        """
-        try:
-            return super().read_data(plan, planner)
-        except (ConfigError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                raise
-            raise self._unreadable(f"it has no file {Path(str(error.filename)).name}") from error
-        except Exception as error:
-            # Damaged bytes can raise any exception; torch's message about a refused name has ten lines.
-            reason = f"{type(error).__name__}: a file is damaged, or asks for more than tensors"
-            raise self._unreadable(reason) from error
-
-    def _unreadable(self, reason: str) -> DamagedCheckpoint:
-        hint = earlier_hint(self.checkpoint)
-        return DamagedCheckpoint(self.named_by, self.checkpoint, f"cannot be read ({reason})", hint)
+def _entries(
+    whole: _Whole, places: Mapping[tuple[str, tuple[int, ...] | None], _Place], *, most_chunks: int
+) -> tuple[dict[str, IndexedTensor], dict[str, _Place]]:
+    tensors, objects = {}, {}
+    for name, entry in whole.state_dict_metadata.items():
+        if isinstance(entry, _Recorded) and entry.name == "BytesStorageMetadata":
+            objects[name] = places[name, None]
+            continue
+        tensor = msgspec.convert(entry, _Tensor, from_attributes=True)
+        most_chunks -= len(tensor.chunks)
+        if most_chunks < 0:
+            # In a pickle many entries can share one list, so a small file could take hours to read.
+            raise _Unreadable("is damaged (it has more chunks than bytes)")
+        rows = []
+        for chunk in tensor.chunks:
+            ends = map(operator.add, chunk.offsets, chunk.sizes)
+            is_alike = len(chunk.offsets) == len(chunk.sizes) == len(tensor.size)
+            if not is_alike or any(end > whole for end, whole in zip(ends, tensor.size, strict=True)):
+                raise _Unreadable(f"is damaged (a chunk lies outside of {name!r})")
+            if (place := places.get((name, chunk.offsets))) is None:
+                raise _Unreadable(f"is damaged (a chunk of {name!r} is in no file)")
+            rows.append([place.file, place.start, place.size, *chunk.offsets, *chunk.sizes])
+        # The dtype is the first property; the others are the same for all tensors.
+        dtype = tensor.properties.state[0].name
+        if dtype not in ITEM_BYTES:
+            raise _Unreadable("is damaged (it lacks a dtype)")
+        chunks = np.array(rows, np.int64).reshape(len(rows), 3 + 2 * len(tensor.size))
+        tensors[name] = IndexedTensor(dtype=dtype, shape=tensor.size, chunks=chunks)
+    return tensors, objects
 
 
 # Prefixes of parameters' names: in titanlab's checkpoints, and in torchtitan's.
 PREFIXES = ("model.", "")
 
 
-def run_source(checkpoint: Place, model: ModelConfig, key: str) -> CheckpointSource:
-    """The weights in a checkpoint of titanlab.
+def source_of(contents: Contents, model: ModelConfig, *, prefix: str = PREFIXES[0]) -> CheckpointSource:
+    """The weights in a checkpoint.
 
     Raises:
         ConfigError: the checkpoint lacks a parameter, or a parameter is not a tensor of a floating-point format.
     """
-    contents = read_contents(checkpoint, key)
-    reader = contents.reader(checkpoint, key)
-    biases = biases_of(model, contents.saved.position.routing, key, checkpoint)
-    return _source(reader, PREFIXES[0], model, biases)
+    names, entries = {torch_name: name for name, torch_name in DTYPES.items()}, {}
+    for name in model.account().parameters:
+        tensor = contents.tensors.get(f"{prefix}{name}")
+        if tensor is None or tensor.dtype not in names:
+            raise contents.refused(f"has no plain tensor {name}", "give a checkpoint of the same model")
+        entries[name] = TensorEntry(dtype=names[tensor.dtype], shape=tensor.shape)
+    biases = biases_of(model, contents.saved.routing, contents.key, contents.checkpoint)
+    return CheckpointSource(model=model, entries=entries, biases=biases, contents=contents, prefix=prefix)
 
 
 def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
@@ -294,34 +294,21 @@ def dcp_source(folder: Path, model: ModelConfig, key: str) -> CheckpointSource:
         model: config of the model that was saved; the folder has none.
 
     Raises:
-        ConfigError: as `run_source`, or a parameter has another shape.
+        ConfigError: as `source_of`, or a parameter has another shape.
     """
-    reader = DcpReader(folder, read_saved(folder, key), key)
-    shapes, saved = model.account().parameters, reader.read_metadata().state_dict_metadata
-    prefix = next((prefix for prefix in PREFIXES if any(f"{prefix}{name}" in saved for name in shapes)), None)
+    contents = dcp_contents(folder, key, SavedPosition(step=0, parameters={}))
+    shapes, cure = model.account().parameters, "give the --model that was saved"
+    prefix = next((each for each in PREFIXES if any(f"{each}{name}" in contents.tensors for name in shapes)), None)
     if prefix is None:
-        first, there = next(iter(shapes)), sorted(saved)[:3]
+        first, there = next(iter(shapes)), sorted(contents.names)[:3]
         rule = f"has no parameter of the model, such as {first} or model.{first}; "
-        rule += f"it has {', '.join(there) or 'nothing'}"
-        raise ConfigError(key, folder, rule, "give the --model that was saved")
-    source = _source(reader, prefix, model, {})
+        raise contents.refused(f"{rule}it has {', '.join(there) or 'nothing'}", cure)
+    source = source_of(contents, model, prefix=prefix)
     for name, shape in shapes.items():
         if source.entries[name].shape != tuple(shape):
-            rule = f"{name} is {list(source.entries[name].shape)} there and {list(shape)} in the model"
-            raise ConfigError(key, folder, rule, "give the --model that was saved")
+            there_shape = list(source.entries[name].shape)
+            raise contents.refused(f"{name} is {there_shape} there and {list(shape)} in the model", cure)
     return source
-
-
-def _source(reader: Reader, prefix: str, model: ModelConfig, biases: Biases) -> CheckpointSource:
-    names = {getattr(torch, torch_name): name for name, torch_name in DTYPES.items()}
-    entries, saved = {}, reader.read_metadata().state_dict_metadata
-    for name in model.account().parameters:
-        tensor = saved.get(f"{prefix}{name}")
-        if not isinstance(tensor, TensorStorageMetadata) or tensor.properties.dtype not in names:
-            rule = f"has no plain tensor {name}"
-            raise ConfigError(reader.named_by, reader.checkpoint, rule, "give a checkpoint of the same model")
-        entries[name] = TensorEntry(dtype=names[tensor.properties.dtype], shape=tuple(tensor.size))
-    return CheckpointSource(model=model, entries=entries, biases=biases, reader=reader, prefix=prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,21 +319,11 @@ class CheckpointSource(WeightsSource):
         prefix: of the parameters' names.
     """
 
-    reader: Reader
+    contents: Contents
     prefix: str
-    # The parameter that was read last: its name and the whole tensor.
-    last: dict[str, Tensor] = field(default_factory=dict)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        if name not in self.last:
-            # Free the previous tensor before the next is allocated.
-            self.last.clear()
-            entry = self.entries[name]
-            whole = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]))
-            load_state({f"{self.prefix}{name}": whole}, self.reader)
-            self.last[name] = whole
-        box: Tensor = self.last[name][tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-        return box
+        return read_box(self.contents, f"{self.prefix}{name}", offsets, sizes)
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
@@ -356,18 +333,14 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         names: name of each tensor in the checkpoint, by its name in the folder that is written.
     """
 
-    def __init__(self, reader: Reader, names: Mapping[str, str]) -> None:
+    def __init__(self, contents: Contents, names: Mapping[str, str]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._reader, self._names = reader, names
+        self._contents, self._names = contents, names
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """A tensor or object of the state, by its name."""
-        value = self.state_dict[index.fqn]
-        if not isinstance(value, torch.Tensor):
-            return value
-        whole = torch.empty(value.shape, dtype=value.dtype)
-        load_state({self._names[index.fqn]: whole}, self._reader)
-        return whole
+        name = self._names.get(index.fqn)
+        return self.state_dict[index.fqn] if name is None else whole_tensor(self._contents, name)
 
 
 def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES[0]) -> None:
@@ -385,22 +358,20 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES
         OSError: the disk is full.
     """
     contents = read_contents(checkpoint, key)
-    reader = contents.reader(checkpoint, key)
-    state: dict[str, Any] = dict(contents.entries.objects)
+    state: dict[str, Any] = dict(contents.objects)
     written: dict[str, str] = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            plain = name.removeprefix(PREFIXES[0])
-            renamed = name if plain == name else prefix + plain
-            written[renamed] = name
-            state[renamed] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    for name, entry in contents.tensors.items():
+        plain = name.removeprefix(PREFIXES[0])
+        renamed = name if plain == name else prefix + plain
+        written[renamed] = name
+        state[renamed] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=WITHOUT_GROUP)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
             dcp.save(
                 state,
                 storage_writer=dcp.FileSystemWriter(into),
-                planner=_ReadingPlanner(reader, written),
+                planner=_ReadingPlanner(contents, written),
                 no_dist=True,
             )
         except dcp.CheckpointException as error:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from titanlab.checkpoint import Place, find, load_model, read_contents, read_while_kept
+from titanlab.checkpoint import Place, find, read_contents, read_while_kept
 from titanlab.data import tokenizers
 from titanlab.distributed import ALONE, open_world
 from titanlab.errors import ConfigError
 from titanlab.recipe import Recipe, frozen_recipe
 from titanlab.records import RunFolder
-from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.techniques.precision.cast import dtype_named
 from titanlab.train.assemble import default_dtype
+from titanlab.train.dcp import source_of
 from titanlab.train.initialise import fill
 from titanlab.train.totals import set_biases
-from titanlab.train.weights import CONTEXT, biases_of, is_hf_folder, is_weights_folder, open_folder
+from titanlab.train.weights import CONTEXT, WeightsSource, is_hf_folder, is_weights_folder, open_folder
 
 # The largest context in tokens: all tokens are computed again for each new token, and a folder may allow 131,072.
 _MOST_CONTEXT = 4096
@@ -54,14 +53,13 @@ def generate(
     with open_world(ALONE, accelerator=device, seed=seed, deterministic=False) as world:
         if source is not None:
             seq_len = min(int(source.about.get(CONTEXT, _MOST_CONTEXT)), _MOST_CONTEXT)
-            model = _empty(source.model, seq_len, getattr(torch, source.usual_dtype), world.device)
-            fill(model, source)
-            set_biases(model, source.biases)
+            model = _filled(source, seq_len, getattr(torch, source.usual_dtype), world.device)
         else:
             recipe = frozen_recipe(RunFolder(run))
             seq_len = recipe.training.seq_len
-            load = functools.partial(_load, recipe, device=world.device)
-            model = read_while_kept(lambda: find(str(run), "run"), load, warn)
+            model = read_while_kept(
+                lambda: find(str(run), "run"), lambda checkpoint: _load(recipe, checkpoint, world.device), warn
+            )
     ids = tokenizer.encode(prompt)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     if not (begin or ids):
@@ -94,20 +92,18 @@ def _tokenizer_folder(run: Path) -> Path:
 
 
 def _load(recipe: Recipe, checkpoint: Place, device: torch.device) -> LanguageModel:
-    model = _empty(recipe.model, recipe.training.seq_len, dtype_named(recipe.precision.formats().master), device)
-    load_model(checkpoint, "run", model)
-    if recipe.model.account().experts is not None:
-        routing = read_contents(checkpoint, "run").saved.position.routing
-        set_biases(model, biases_of(recipe.model, routing, "run", checkpoint))
-    return model
+    source, dtype = source_of(read_contents(checkpoint, "run"), recipe.model), recipe.precision.formats().master
+    return _filled(source, recipe.training.seq_len, dtype_named(dtype), device)
 
 
-def _empty(config: ModelConfig, seq_len: int, dtype: torch.dtype, device: torch.device) -> LanguageModel:
+def _filled(source: WeightsSource, seq_len: int, dtype: torch.dtype, device: torch.device) -> LanguageModel:
     with shapes_only(), default_dtype(dtype):
-        model = config.implementation().build(seq_len=seq_len)
+        model = source.model.implementation().build(seq_len=seq_len)
     model.to_empty(device=device)
     model.init_buffers(device)
     model.eval()
+    fill(model, source)
+    set_biases(model, source.biases)
     return model
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlab.costs import Init
+from titanlab.dtensor import own_box
 from titanlab.train.weights import TensorEntry, WeightsSource
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -67,9 +68,9 @@ def fill(model: nn.Module, source: WeightsSource, *, without: Collection[str] = 
     """
     for name, parameter in model.named_parameters():
         plain = plain_name(name)
-        local, offsets = local_part(parameter)
-        if plain in without or not local.numel():
+        if plain in without or (box := own_box(parameter)) is None or not box[0].numel():
             continue
+        local, offsets = box
         for start, sizes in TensorEntry(dtype=source.entries[plain].dtype, shape=tuple(local.shape)).chunks():
             there = [offset + at for offset, at in zip(offsets, start, strict=True)]
             local[start[0] : start[0] + sizes[0]].copy_(source.read(plain, there, sizes))
@@ -88,7 +89,9 @@ def key(seed: int, name: str) -> int:
 
 
 def _fill(parameter: Tensor, init: Init, state: int) -> None:
-    local, offsets = local_part(parameter)
+    if (box := own_box(parameter)) is None:
+        return
+    local, offsets = box
     if init.kind == "ones":
         local.fill_(1.0)
     elif init.kind == "zeros" or init.std == 0:
@@ -97,27 +100,6 @@ def _fill(parameter: Tensor, init: Init, state: int) -> None:
         strides = [math.prod(parameter.shape[dim + 1 :]) for dim in range(parameter.dim())]
         start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
         _fill_box(local, init.std, state + (start + 1) * _GAMMA, strides)
-
-
-def local_part(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
-    """This rank's part of a parameter, and its offsets in the full tensor."""
-    origin = (0,) * parameter.dim()
-    if type(parameter) is nn.Parameter:
-        return parameter, origin
-    # Imported here: the import takes 0.5 s, and only DTensors need it. The function is private, but torch's distributed
-    # checkpoint uses it to place shards; the shape is checked below.
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not isinstance(parameter, DTensor):
-        return parameter, origin
-    if any(placement.is_partial() for placement in parameter.placements):
-        raise ValueError(f"a partial sum has no initial value: {parameter.placements}")
-    local = parameter.to_local()
-    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if tuple(shape) != tuple(local.shape) and local.numel():
-        raise ValueError(f"a shard of shape {tuple(local.shape)} where {tuple(shape)} was expected")
-    return local, offsets
 
 
 def _fill_box(local: Tensor, std: float, state: int, strides: Sequence[int]) -> None:

@@ -15,12 +15,11 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab.checkpoint import Place, check_checkpoint, checkpoints_of, find, find_run_or_checkpoint, of_step
+from titanlab.checkpoint import Place, checkpoints_of, find, find_run_or_checkpoint, of_step, read_contents
 from titanlab.data import declared_in, tokenizers
 from titanlab.errors import ConfigError
 from titanlab.options import discover
@@ -40,23 +39,7 @@ Report = Callable[[str], None]
 _USUAL_CONTEXT = 2048
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightsOrigin:
-    """A model that can be written to another folder."""
-
-    source: WeightsSource
-    about: Mapping[str, Any]  # for config.json, beside the model config
-    tokenizer: Path  # the folder of the tokenizer's files, which may be missing
-    generation: Path | Mapping[str, Any]  # the path of generation_config.json, or its content
-    title: str
-
-    @property
-    def context(self) -> int:
-        """Largest number of tokens in a sequence."""
-        return int(self.about[weights.CONTEXT])
-
-
-def from_folder(path: Path, key: str) -> WeightsOrigin:
+def from_folder(path: Path, key: str) -> WeightsSource:
     """The model in an imported folder or in a Hugging Face folder.
 
     Raises:
@@ -66,8 +49,8 @@ def from_folder(path: Path, key: str) -> WeightsOrigin:
     if source is None:
         rule = f"has no {weights.HF_CONFIG}" if path.is_dir() else "is not a folder"
         raise ConfigError(key, path, rule, "give a folder of Hugging Face's, or a model of its hub as owner/name")
-    return WeightsOrigin(
-        source=source,
+    return dataclasses.replace(
+        source,
         about={weights.CONTEXT: _USUAL_CONTEXT, **source.about},
         tokenizer=path / weights.TOKENIZER if weights.is_weights_folder(path) else path,
         generation=path / weights.GENERATION,
@@ -87,26 +70,27 @@ def checkpoint_of(text: str, runs: str, *, step: int | None) -> Place:
     return named or find(str(run.path), "run")
 
 
-def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None = None) -> WeightsOrigin:
+def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None = None) -> WeightsSource:
     """The model in a run's checkpoint; `checkpoint` None: the one that `checkpoint_of` finds.
 
     Raises:
         ConfigError: there is no such run or checkpoint.
     """
     # Imported here, as below: it imports torch.
-    from titanlab.train.dcp import run_source
+    from titanlab.train.dcp import source_of
 
     run, _ = find_run_or_checkpoint(text, runs)
     checkpoint = checkpoint or checkpoint_of(text, runs, step=step)
     check_unedited(run)
     model, seq_len = model_of_run(run.path, "run")
-    check_checkpoint(checkpoint, model.account().parameters, "run")
+    contents = read_contents(checkpoint, "run")
+    contents.check_model(model.account().parameters)
     tokens: dict[str, Any] = {}
     if run.tokenizer.is_dir():
         tokenizer = tokenizers.load(run.tokenizer, "run")
         tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    return WeightsOrigin(
-        source=run_source(checkpoint, model, "run"),
+    return dataclasses.replace(
+        source_of(contents, model),
         about={weights.CONTEXT: _context(model, seq_len), **tokens},
         tokenizer=run.tokenizer,
         generation={name: token for name, token in tokens.items() if token is not None},
@@ -114,7 +98,7 @@ def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None
     )
 
 
-def from_dcp(folder: Path, model: ModelConfig, key: str) -> WeightsOrigin:
+def from_dcp(folder: Path, model: ModelConfig, key: str) -> WeightsSource:
     """The model in a folder of torch.distributed.checkpoint, which has neither a config nor a tokenizer.
 
     Raises:
@@ -122,8 +106,8 @@ def from_dcp(folder: Path, model: ModelConfig, key: str) -> WeightsOrigin:
     """
     from titanlab.train.dcp import dcp_source
 
-    return WeightsOrigin(
-        source=dcp_source(folder, model, key),
+    return dataclasses.replace(
+        dcp_source(folder, model, key),
         about={weights.CONTEXT: _context(model, _USUAL_CONTEXT)},
         tokenizer=folder,
         generation={},
@@ -137,31 +121,31 @@ def _context(model: ModelConfig, seq_len: int) -> int:
 
 
 def write_ours(
-    origin: WeightsOrigin, into: Path, *, name: str, dtype: str | None, shard_bytes: int, report: Report
+    source: WeightsSource, into: Path, *, name: str, dtype: str | None, shard_bytes: int, report: Report
 ) -> str:
     """Write a weights folder. Returns the command that trains from it.
 
     Raises:
         ConfigError: the folder cannot be written, or a number is too large for the dtype.
     """
-    model = origin.source.model
-    biases = {name: list(block) for name, block in origin.source.biases.items()}
-    names = {name: Foreign(name=name) for name in origin.source.entries}
-    with _filled(origin, into, weights.STEM, weights.INDEX, names, dtype, shard_bytes, report) as (part, digest):
+    model = source.model
+    biases = {name: list(block) for name, block in source.biases.items()}
+    names = {name: Foreign(name=name) for name in source.entries}
+    with _filled(source, into, weights.STEM, weights.INDEX, names, dtype, shard_bytes, report) as (part, digest):
         yaml = part / "conf" / "model" / f"{name}.yaml"
         yaml.parent.mkdir(parents=True)
         values = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
         defaults = {field.name: field.default for field in dataclasses.fields(model)}
         changed = {name: value for name, value in values.items() if name != "kind" and value != defaults[name]}
         schema = discover()["model"][model.kind].schema_name
-        comment = f"# From {' '.join(origin.title.split())}."
+        comment = f"# From {' '.join(source.title.split())}."
         yaml.write_text(f"defaults: [{schema}, _self_]\n{comment}\n{config_text(literal(changed))}", encoding="utf-8")
-        tokenizer_files = copy_tokenizer(origin.tokenizer, part / weights.TOKENIZER)
+        tokenizer_files = copy_tokenizer(source.tokenizer, part / weights.TOKENIZER)
         manifest = {
             "schema": weights.SCHEMA,
-            "made_from": origin.title,
+            "made_from": source.title,
             "model": dataclasses.asdict(model),
-            "about": dict(origin.about),
+            "about": dict(source.about),
             "digest": digest if not biases else sha256(json.dumps([digest, biases]).encode()).hexdigest(),
             **({"biases": biases} if biases else {}),
         }
@@ -173,30 +157,29 @@ def write_ours(
     return shlex.join(command)
 
 
-def write_hf(origin: WeightsOrigin, into: Path, *, dtype: str | None, shard_bytes: int, report: Report) -> None:
+def write_hf(source: WeightsSource, into: Path, *, dtype: str | None, shard_bytes: int, report: Report) -> None:
     """Write a folder that transformers can open.
 
     Raises:
         ConfigError: transformers has no such model, the folder cannot be written, or a number is too large for the
             dtype.
     """
-    source = origin.source
     family = source.model.hugging_face()
     if family is None:
         rule = f"{source.model.kind} has no form in transformers"
         raise ConfigError("--format", "hf", rule, "try --format titanlab")
     names = family.tensors(source.model)
-    with _filled(origin, into, weights.HF_STEM, weights.HF_INDEX, names, dtype, shard_bytes, report) as (part, _):
-        if copy_tokenizer(origin.tokenizer, part):
+    with _filled(source, into, weights.HF_STEM, weights.HF_INDEX, names, dtype, shard_bytes, report) as (part, _):
+        if copy_tokenizer(source.tokenizer, part):
             reader = tokenizers.load(part, "tokenizer")
             if isinstance(reader, tokenizers.TiktokenTokenizer):
                 # Other libraries read every tokenizer.model as SentencePiece.
                 reader.save_json(part / "tokenizer.json")
                 reader.file.unlink()
-            write_tokenizer_config(part, bos_id=reader.bos_id, eos_id=reader.eos_id, context=origin.context)
+            write_tokenizer_config(part, bos_id=reader.bos_id, eos_id=reader.eos_id, context=source.context)
         config = {
-            **family.to_hf(source.model, context=origin.context),
-            **origin.about,
+            **family.to_hf(source.model, context=source.context),
+            **source.about,
             "torch_dtype": dtype or source.usual_dtype,
         }
         # Written last: without a config.json no library reads the folder as a model.
@@ -207,7 +190,7 @@ def write_hf(origin: WeightsOrigin, into: Path, *, dtype: str | None, shard_byte
 
 @contextlib.contextmanager
 def _filled(
-    origin: WeightsOrigin,
+    source: WeightsSource,
     into: Path,
     stem: str,
     index: str,
@@ -217,17 +200,16 @@ def _filled(
     report: Report,
 ) -> Iterator[tuple[Path, str]]:
     """Yield a temporary folder with the weights, and their digest. At the end it replaces `into`, and is reported."""
-    source = origin.source
     with whole_folder(into) as part:
         if isinstance(source, SafetensorsSource):
-            _check_copies(source, origin.title)
+            _check_copies(source)
         digest = write_weights(
             source, part, stem=stem, index=index, foreign=names, dtype=dtype, shard_bytes=shard_bytes
         )
-        if not isinstance(origin.generation, Path):
-            write_json(part / weights.GENERATION, origin.generation)
-        elif origin.generation.is_file():
-            shutil.copyfile(origin.generation, part / weights.GENERATION)
+        if not isinstance(source.generation, Path):
+            write_json(part / weights.GENERATION, source.generation)
+        elif source.generation.is_file():
+            shutil.copyfile(source.generation, part / weights.GENERATION)
         yield part, digest
     for line in source.not_read:
         report(line)
@@ -238,7 +220,7 @@ def _filled(
     report(f"{into}: {parameters:,} parameters in {len(source.entries)} tensors, {size:,.1f} MiB in {count}")
 
 
-def _check_copies(source: SafetensorsSource, title: str) -> None:
+def _check_copies(source: SafetensorsSource) -> None:
     """Check that a tied output head that the files contain equals the embedding; reads both piece by piece."""
     names = {foreign.name: name for name, foreign in source.foreign.items()}
     for copy, original in source.copies.items():
@@ -246,7 +228,7 @@ def _check_copies(source: SafetensorsSource, title: str) -> None:
             first, second = (source.read_stored(name, offsets, sizes) for name in (original, copy))
             if first.shape != second.shape or not bool((first == second).all()):
                 rule = f"its embeddings are tied, but {copy} differs from {original}"
-                raise ConfigError("source", title, rule, "set tie_word_embeddings to what the model was")
+                raise ConfigError("source", source.title, rule, "set tie_word_embeddings to what the model was")
 
 
 def left_out(biases: Biases) -> str:

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlab.checkpoint import (
+    Contents,
     Place,
-    Readable,
-    check_checkpoint,
-    check_step,
-    check_whole,
     find,
     has_pickle,
-    indexed,
     is_address,
     read_contents,
 )
@@ -31,11 +27,12 @@ from titanlab.recipe import named_parameters
 from titanlab.records import read_config
 from titanlab.system import user_path
 from titanlab.techniques.model.contract import ModelConfig
-from titanlab.train.weights import HF_CONFIG, Biases, SafetensorsSource, biases_of, model_of, open_folder
+from titanlab.train.weights import HF_CONFIG, Biases, SafetensorsSource, WeightsSource, biases_of, model_of, open_folder
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from titanlab.distributed import World
     from titanlab.recipe import Recipe
 
 
@@ -59,16 +56,16 @@ def check_beginning(recipe: Recipe) -> None:
         if text is not None:
             rule = "checkpoint.load_from says already what the run starts with"
             raise ConfigError(KEY, text, rule, "give one of the two")
-        checkpoint = find(load_from, "checkpoint.load_from")
-        saved = check_checkpoint(checkpoint, shapes, "checkpoint.load_from", read=contents_of)
-        check_whole(checkpoint, saved, "checkpoint.load_from")
-        check_step(checkpoint, saved, recipe.training.steps)
+        contents = contents_of(find(load_from, "checkpoint.load_from"), "checkpoint.load_from")
+        contents.check_model(shapes)
+        contents.check_whole()
+        contents.check_step(recipe.training.steps)
     if text is None:
         return
     if (source := _folder(text)) is None:
         checkpoint = _checkpoint(text)
         _check_model(text, _model_of(checkpoint), recipe.model, without)
-        check_checkpoint(checkpoint, shapes, KEY, read=contents_of, without=without)
+        contents_of(checkpoint, KEY).check_model(shapes, without=without)
         return
     _check_model(text, source.model, recipe.model, without)
     if source.copies:
@@ -118,7 +115,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     if has_pickle(checkpoint):
         return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
     digest = hashlib.sha256()
-    for file in indexed(checkpoint, KEY).files:
+    for file in read_contents(checkpoint, KEY).files:
         # The checksums stand for the bytes: reading the weights verifies them. They are written as whole numbers: any
         # other form would change the identity of existing runs.
         checksums = ",".join(str(number) for (number,) in struct.iter_unpack("<Q", file.checksums))
@@ -126,13 +123,8 @@ def start_fingerprint(recipe: Recipe) -> str | None:
     return digest.hexdigest()
 
 
-def fill_start(
-    recipe: Recipe, model: nn.Module, choose: Callable[[Callable[[], Place]], Place] = lambda find: find()
-) -> Biases:
+def fill_start(recipe: Recipe, model: nn.Module, world: World) -> Biases:
     """Fill a materialised model, or this rank's part of it, with the weights of `init_from`; all ranks call it.
-
-    Args:
-        choose: makes all ranks take the checkpoint that one of them finds.
 
     Returns:
         the biases that belong to the weights, for the routers of a recipe that has biases.
@@ -145,20 +137,17 @@ def fill_start(
         left = {block for block in biases for name in without if name.startswith(f"{block}.") and "router" in name}
         return {block: [0.0] * len(bias) if block in left else bias for block, bias in biases.items()}
 
-    if (source := _folder(text)) is not None:
-        from titanlab.train.initialise import fill
+    from titanlab.checkpoint import chosen_by_rank_0, on_all_ranks
+    from titanlab.train.dcp import source_of
+    from titanlab.train.initialise import fill
 
-        fill(model, source, without=without)
-        return kept(biases_of(recipe.model, source.biases, KEY, text))
-    from titanlab.checkpoint import load_model
-
-    checkpoint = choose(lambda: _checkpoint(text))
-    load_model(checkpoint, KEY, model, read=contents_of, without=without)
-    if not recipe.model.account().experts:
-        return {}
-    routing = contents_of(checkpoint, KEY).saved.position.routing
-    saved = biases_of(_model_of(checkpoint) or recipe.model, routing, KEY, checkpoint)
-    return kept(biases_of(recipe.model, saved, KEY, checkpoint))
+    source: WeightsSource | None = _folder(text)
+    if source is None:
+        checkpoint = chosen_by_rank_0(world, lambda: _checkpoint(text))
+        contents = on_all_ranks(world, lambda: contents_of(checkpoint, KEY))
+        source = source_of(contents, _model_of(checkpoint) or recipe.model)
+    on_all_ranks(world, lambda: fill(model, source, without=without))
+    return kept(biases_of(recipe.model, source.biases, KEY, text))
 
 
 def _checkpoint(text: str) -> Place:
@@ -195,7 +184,7 @@ def model_of_run(run: Path, key: str) -> tuple[ModelConfig, int]:
         raise ConfigError(key, run, f"its config.yaml has no model ({error})", "restore that file") from error
 
 
-def contents_of(checkpoint: Place, key: str) -> Readable:
+def contents_of(checkpoint: Place, key: str) -> Contents:
     """The contents of a checkpoint of titanlab or of a folder of `export --format dcp`, as `read_contents` reads them.
 
     Raises:

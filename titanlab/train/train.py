@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -32,15 +32,15 @@ from titanlab.checkpoint import (
     Position,
     Target,
     checkpoints_of,
-    earlier_hint,
+    chosen_by_rank_0,
     fall_back,
     find,
     generator_states,
     latest,
+    load,
     on_all_ranks,
     one_line,
     set_generators,
-    store,
 )
 from titanlab.data import Stream, source
 from titanlab.distributed import (
@@ -383,7 +383,8 @@ def load_start(
     """
 
     def loaded(folder: Place, key: str) -> tuple[Position, T]:
-        position = store.load(folder, key, model=model, optimizer=optimizer, world=world, read=contents_of)
+        contents = on_all_ranks(world, lambda: contents_of(folder, key))
+        position = load(contents, model, optimizer, world)
         if key != "run":
             # The checkpoint's tracker id belongs to the other run.
             position = structs.replace(position, tracker=None)
@@ -392,16 +393,9 @@ def load_start(
             try:
                 return restore(position)
             except DamagedPosition as error:
-                rule = f"its {POSITION} has {one_line(error.problem)}"
-                raise DamagedCheckpoint(key, folder, rule, earlier_hint(folder)) from error
+                raise contents.unusable(f"its {POSITION} has {one_line(error.problem)}") from error
 
         return position, on_all_ranks(world, restored)
-
-    def chosen(choose: Callable[[], Place]) -> Place:
-        # Rank 0 chooses for all ranks: another run may save and remove checkpoints meanwhile.
-        place = world.share(on_all_ranks(world, lambda: choose() if world.logs else None))
-        assert place is not None
-        return place
 
     warnings: list[str] = []
     # Rank 0 chooses, because hosts may see a new folder of a shared file system at different times.
@@ -416,10 +410,10 @@ def load_start(
         warnings.append(on_all_ranks(world, lambda: fall_back(damage) if world.logs else ""))  # noqa: B023
     if recipe.checkpoint.load_from is not None:
         source, key = recipe.checkpoint.load_from, "checkpoint.load_from"
-        return *loaded(chosen(lambda: find(source, key)), key), warnings
+        return *loaded(chosen_by_rank_0(world, lambda: find(source, key)), key), warnings
     position = Position()
     if recipe.init_from is not None:
-        biases = fill_start(recipe, model, chosen)
+        biases = fill_start(recipe, model, world)
         position = Position(routing={name: list(block) for name, block in biases.items()})
     return position, restore(position), warnings
 
@@ -598,15 +592,6 @@ class SilentCorruption(TitanlabError):
     """The same computation gave two results: a device or its memory is at fault, or a kernel is not deterministic."""
 
 
-class _Finding(NamedTuple):
-    """What differs on one rank: its own loss, and gradients (the first one's name, their number, and their bytes)."""
-
-    loss: bool
-    name: str
-    parameters: int
-    bytes: int
-
-
 class RepeatedStep:
     """Runs some steps twice and compares.
 
@@ -644,26 +629,20 @@ class RepeatedStep:
         if self._first is None:
             return
         (loss, gradients), self._first = self._first, None
-        different = {}
-        for name, gradient in self._gradients():
-            count = _different(gradients[name], gradient) if name in gradients else gradient.numel()
-            if count:
-                different[name] = count
-        is_other_loss = _different(loss, sums.loss_sum) > 0
-        own = _Finding(is_other_loss, next(iter(different), ""), len(different), sum(different.values()))
-        of_ranks = enumerate(self._world.gather(own))
-        findings = {rank: finding for rank, finding in of_ranks if finding.loss or finding.name}
-        if not findings:
+        counts = {name: _different(gradients.get(name), gradient) for name, gradient in self._gradients()}
+        names = [name for name, count in counts.items() if count]
+        everyone = self._world.gather((_different(loss, sums.loss_sum) > 0, names, sum(counts.values())))
+        found = {rank: each for rank, each in enumerate(everyone) if each[0] or each[1]}
+        if not found:
             return
         # A wrong gradient spreads to other ranks when gradients are reduced; the loss is each rank's own.
-        ranks = [rank for rank, finding in findings.items() if finding.loss] or list(findings)
+        ranks = [rank for rank, (is_other_loss, *_) in found.items() if is_other_loss] or list(found)
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
-        finding = findings[ranks[0]]
-        wrong = ["the loss"] if finding.loss else []
-        if finding.name:
-            rest = f" and {finding.parameters - 1} more parameters" if finding.parameters > 1 else ""
-            count_text = f"{finding.bytes} byte{'s'[: finding.bytes > 1]}"
-            wrong.append(f"the gradient of {finding.name}{rest} ({count_text})")
+        is_other_loss, names, count = found[ranks[0]]
+        wrong = ["the loss"] if is_other_loss else []
+        if names:
+            rest = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+            wrong.append(f"the gradient of {names[0]}{rest} ({count} byte{'s'[: count > 1]})")
         text = f"{named} computed {' and '.join(wrong)} twice with different results"
         raise SilentCorruption(f"silent data corruption at step {step}: {text}")
 
@@ -675,8 +654,10 @@ class RepeatedStep:
         ]
 
 
-def _different(first: torch.Tensor, second: torch.Tensor) -> int:
+def _different(first: torch.Tensor | None, second: torch.Tensor) -> int:
     """How many bytes differ; NaN equals NaN of the same bits."""
+    if first is None:
+        return second.nbytes
     views = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (first, second)]
     return int((views[0] != views[1]).sum())
 

@@ -77,6 +77,9 @@ class WeightsSource:
         copies: tensors that must equal another tensor and are not read: name → the other tensor's name, as in the
             files.
         not_read: a line for each kind of weights in the folder that is not read.
+        tokenizer: the folder of the tokenizer's files, which may be missing.
+        generation: the path of generation_config.json, or its content.
+        title: of the weights, for people.
     """
 
     model: ModelConfig
@@ -86,6 +89,14 @@ class WeightsSource:
     digest: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
     not_read: Sequence[str] = ()
+    tokenizer: Path = Path()
+    generation: Path | Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
+
+    @property
+    def context(self) -> int:
+        """Largest number of tokens in a sequence."""
+        return int(self.about[CONTEXT])
 
     @property
     def usual_dtype(self) -> str:

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.planted import PlantedStream
+from tests.planted_schema import Planted
 from titanlab.costs import meter
 from titanlab.distributed import World
 from titanlab.techniques.model import llama
@@ -81,55 +83,37 @@ def test_the_rank_with_the_most_memory_is_named():
     assert (metrics[meter.MEMORY_MOST], metrics[meter.MEMORY_MOST_RANK]) == (7.0, 1)
 
 
-def slowed(made, run, rank, where):
-    """Train; one rank computes or waits for its data for longer."""
-    whole = llama.FeedForward.forward
+def slowed(made, run):
+    """Train; rank 1 computes for longer in the first four steps, and then waits for its data."""
+    calls, compute, wait = 0, llama.FeedForward.forward, PlantedStream.next_batch
 
     def forward(self, hidden):
-        if where == "compute" and int(os.environ["RANK"]) == rank:
-            end = time.process_time() + 0.1
-            while time.process_time() < end:
-                pass
-        return whole(self, hidden)
+        end = time.process_time() + 0.1
+        while calls <= 4 and os.environ["RANK"] == "1" and time.process_time() < end:
+            pass
+        return compute(self, hidden)
 
-    with patch.object(llama.FeedForward, "forward", forward):
+    def next_batch(self):
+        nonlocal calls
+        calls += 1
+        # A tenth of a step, also where the machine is loaded.
+        time.sleep(0.8 if calls > 4 and os.environ["RANK"] == "1" else 0.0)
+        return wait(self)
+
+    with patch.object(llama.FeedForward, "forward", forward), patch.object(PlantedStream, "next_batch", next_batch):
         return tiny.as_rank(made, run).metrics
 
 
-def test_a_slow_rank_is_told_once_and_stays_in_the_metrics(pool, tmp_path):
-    made = tiny.recipe(tmp_path, steps=4, shard=2, compare_ranks_every=2)
+def test_a_slow_rank_is_told_once_for_each_phase_and_stays_in_the_metrics(pool, tmp_path):
+    made = tiny.recipe(tmp_path, steps=6, shard=2, compare_ranks_every=2, data=Planted())
     run = tiny.begin(made)
-    summary = pool.run(2, slowed, made, run, 1, "compute")[0]
+    summary = pool.run(2, slowed, made, run)[0]
     assert summary[totals.SLOWEST] == 1
     assert summary[totals.SLOWER] > 50
     log = (run.logs / "rank-0.log").read_text()
     assert log.count("rank 1 is slow in forward and backward") == 1
+    assert log.count("step 6: rank 1 is slow in data: ") == 1
     rows = run.metrics("train")
     assert totals.SLOWEST not in rows[0]
     assert all(row[totals.SLOWEST] == 1 for row in rows[2:])
     assert rows[-1][meter.MEMORY_MOST] > 0
-
-
-def test_a_rank_that_waits_for_data_is_told(pool, tmp_path):
-    from tests.planted_schema import Planted
-
-    made = tiny.recipe(tmp_path, steps=3, shard=2, compare_ranks_every=3, data=Planted())
-    run = tiny.begin(made)
-    summary = pool.run(2, late, made, run)[0]
-    assert summary[totals.SLOWEST] == 1
-    assert "step 3: rank 1 is slow in data: " in (run.logs / "rank-0.log").read_text()
-
-
-def late(made, run):
-    from tests.planted import PlantedStream
-
-    whole = PlantedStream.next_batch
-
-    def next_batch(self):
-        if os.environ["RANK"] == "1":
-            # A tenth of a step, also where the machine is loaded.
-            time.sleep(0.8)
-        return whole(self)
-
-    with patch.object(PlantedStream, "next_batch", next_batch):
-        return tiny.as_rank(made, run).metrics

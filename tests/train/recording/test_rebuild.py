@@ -44,8 +44,8 @@ def made(tmp_path, monkeypatch):
     return Made(tmp_path / "runs")
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_wandbs_file_of_a_run_that_was_resumed(made, times):
+@pytest.mark.full
+def test_wandbs_file_of_a_run_that_was_resumed(made):
     run = tracked(made, Wandb(), wanted="online")
     again(run, Wandb(), range(5, 11), resumed_step=4, wanted="online")
     end(run)
@@ -55,7 +55,7 @@ def test_wandbs_file_of_a_run_that_was_resumed(made, times):
     assert tracker_gap(run) == (
         f"wandb: has at least the steps up to 2 of 10; titanlab sync --rebuild runs/layouts/{run.path.name}"
     )
-    for _ in range(times):
+    for _ in range(2):
         (record,) = rebuild(run)
         records = inspect(run.path)
         opened = next(each["run"] for each in records if each["type"] == "run")

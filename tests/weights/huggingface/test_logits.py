@@ -11,7 +11,6 @@ from tests.weights.huggingface import made
 from titanlab.cli import main
 from titanlab.techniques.model.mixture_of_experts import Router
 from titanlab.train import generate as sampling
-from titanlab.train.initialise import fill
 from titanlab.train.weights import open_folder
 
 BAR = 1e-5
@@ -39,10 +38,7 @@ def theirs(path):
 
 
 def ours(path):
-    source = open_folder(path, "x")
-    model = sampling._empty(source.model, SEQ_LEN, torch.float32, torch.device("cpu"))
-    fill(model, source)
-    return model
+    return sampling._filled(open_folder(path, "x"), SEQ_LEN, torch.float32, torch.device("cpu"))
 
 
 def tokens():
@@ -63,7 +59,7 @@ def exported(tmp_path, path, *more):
 
 
 FAMILIES = [
-    pytest.param(name, marks=[] if name in ("llama 3.1", "qwen 3", "qwen 3 moe", "mixtral") else [pytest.mark.full])
+    pytest.param(name, marks=[] if name in ("llama 3.1", "qwen 3 moe") else [pytest.mark.full])
     for name in made.FAMILIES
 ]
 
@@ -119,7 +115,7 @@ SHAPES = {
     "many experts": ("qwen 3 moe", {"num_experts": 48, "num_experts_per_tok": 6, "moe_intermediate_size": 24}),
     "all experts": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "hidden_size": 48}),
 }
-FULL = ("many experts", "all experts")
+FULL = ("mixtral", "many experts", "all experts")
 
 
 def choices(model, routers, chosen):

@@ -23,9 +23,8 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize("family", made.FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_import_export_import_is_bit_equal(tmp_path, family, dtype):
-    there = made.folder(tmp_path / "hub", made.FAMILIES[family], dtype, files=3)
+def test_import_export_import_is_bit_equal(tmp_path, family):
+    there = made.folder(tmp_path / "hub", made.FAMILIES[family], torch.bfloat16, files=3)
     run("import", there, "--into", tmp_path / "one", "--shard-size", "40KB")
     run("export", tmp_path / "one", "--into", tmp_path / "back", "--shard-size", "70KB")
     run("import", tmp_path / "back", "--into", tmp_path / "two")
@@ -37,7 +36,7 @@ def test_import_export_import_is_bit_equal(tmp_path, family, dtype):
     # What config.json says beside the model, and how it samples, come through.
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (config["eos_token_id"], config["max_position_embeddings"]) == ([2, 3], 512)
-    assert config["torch_dtype"] == str(dtype).removeprefix("torch.")
+    assert config["torch_dtype"] == "bfloat16"
     assert json.loads((tmp_path / "back" / "generation_config.json").read_text())["temperature"] == 0.6
     # Readers find each tensor by the index.
     index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
