@@ -159,7 +159,6 @@ def test_trains_a_tokenizer_where_none_is_named(json_lines, cache):
     source.prepare(config, report=lines.append)
     assert any("training a tokenizer of 330 pieces" in line for line in lines)
     assert any("5 files for 12 streams" in line for line in lines)
-    assert source.vocab_size(config) == 330
     lines.clear()
     source.prepare(config, report=lines.append)
     assert not lines

@@ -188,11 +188,11 @@ def test_a_state_of_another_stream_is_refused(name, now, key):
 
 @pytest.mark.parametrize("value", [None, "3", 3.0, True, [3]])
 def test_a_value_of_another_type_is_damage(value):
-    with pytest.raises(DamagedPosition, match=r"^data\.seed=.*: must be of the type of 3; resume from another"):
+    with pytest.raises(DamagedPosition, match=r"^data\.seed=.*: must be what a stream saves .*; resume from another"):
         check_state({"samples": 0, "seed": value}, seed=3)
 
 
-@pytest.mark.parametrize("value", [None, "3", 3.0, True, -1, 2**62])
+@pytest.mark.parametrize("value", [None, "3", 3.0, True, -1])
 def test_samples_are_a_count(value):
-    with pytest.raises(DamagedPosition, match=r"^data\.samples=.*: must be a whole number from 0"):
+    with pytest.raises(DamagedPosition, match=r"^data\.samples=.*: must be what a stream saves"):
         check_state({"samples": value})

@@ -116,7 +116,6 @@ def test_stdlib_from_nothing_to_batches():
     source.prepare(how, report=lines.append)
     assert time.monotonic() - started < 60
     source.check(how, seq_len=SEQ, global_batch=4, ranks=2, vocab_size=2048, validation_sequences=8)
-    assert source.vocab_size(how) == 2048
     tokenizer = source.tokenizer(how)
     assert tokenizer is not None
     assert tokenizer.vocab_size == 2048
@@ -218,7 +217,7 @@ def reader_of(corpus, model_file, cache):
 
 def test_before_it_is_prepared_there_is_no_index(reader_of):
     reader = reader_of()
-    for ask in (reader.vocab_size, reader.separators, lambda: reader.index):
+    for ask in (reader.separators, lambda: reader.index):
         assert refusal(ask) == f"data=files: {reader.folder} is missing; prepare the data first"
     # A tokenizer that is named needs no corpus.
     assert reader.tokenizer().vocab_size == 400
@@ -263,7 +262,7 @@ def test_tokenised_files_are_the_data_that_files_would_be(corpus, cache, tmp_pat
     for config in (tokens, files):
         source.prepare(config, report=silent)
         source.check(config, seq_len=8, global_batch=4, ranks=2, vocab_size=330, validation_sequences=3)
-    assert source.vocab_size(tokens) == index.vocab_size == 330
+    assert index.vocab_size == 330
     assert np.array_equal(global_steps(tokens, ranks=1, steps=5)[0], global_steps(files, ranks=2, steps=5)[0])
     tokenizer = source.tokenizer(tokens)
     assert tokenizer is not None
