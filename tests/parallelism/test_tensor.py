@@ -120,9 +120,3 @@ def cut() -> tuple[list[float], list[float]]:
 
 def test_a_part_is_plain_and_passes_gradients_on(pool):
     assert pool.run(2, cut) == [([0.0, 1.0], [1.0] * 4), ([2.0, 3.0], [1.0] * 4)]
-
-
-def test_other_values_stay_what_they_are():
-    tensor = torch.ones(2)
-    assert local_part(tensor) is tensor
-    assert local_part(None) is None

@@ -79,18 +79,7 @@ def test_what_keys_of_torchtitan_lead_to_exists():
         assert options or dotted or find_key(ours.partition(" ")[0])
 
 
-def test_a_kind_is_never_suggested():
-    assert ".kind" not in advice("model.kindd")
-    assert ".kind" not in advice("knd")
-
-
 # The command line of a verb that takes a recipe: flags among overrides
-
-
-def test_without_arguments_a_run_starts():
-    flags = read_flags([])
-    assert (flags.overrides, flags.flags, set(flags.values.values())) == ([], [], {None})
-    assert (flags.answer, flags.options.multirun) == (None, False)
 
 
 @pytest.mark.parametrize(
