@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import math
 import os
 import re
 from pathlib import Path
@@ -58,6 +57,8 @@ SLOWEST = (
     "qwen3_moe_30b_a3b_128gpus_cpu",
 )
 
+# Parameters of each model as published.
+OF_MODELS = {**PARAMETERS, "qwen3_moe_30b_a3b": 30_532_122_624, "qwen3_moe_235b_a22b": 235_093_634_560}
 # What the comments of recipes offer for shorter contexts.
 SHORTER = {
     "llama3_1_8b_8gpus_262k": [
@@ -124,7 +125,7 @@ def test_a_recipe_fits_its_world(composed, gpu_host, name):
     check(recipe)
     assert recipe.layout.world == given.world
     family = name.partition(f"_{given.world}gpus")[0]
-    assert recipe.model.account().parameter_count == PARAMETERS[family]
+    assert recipe.model.account().parameter_count == OF_MODELS[family]
     # A node that fails leaves a checkpoint behind.
     assert (recipe.checkpoint.kind, recipe.training.steps % recipe.checkpoint.every) == ("async", 0)
     assert recipe.checkpoint.keep >= 2
@@ -380,11 +381,11 @@ def page(composed) -> str:
 
 
 def order(name: str) -> tuple[bool, bool, int, int, str]:
-    family = next(each for each in PARAMETERS if name.startswith(each))
+    family = next(each for each in OF_MODELS if name.startswith(each))
     return (
         name.startswith(("llama2", "qwen3")),
         name.startswith("qwen3"),
-        PARAMETERS[family],
+        OF_MODELS[family],
         int(name.partition("gpus")[0].rpartition("_")[2]),
         name,
     )
