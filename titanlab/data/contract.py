@@ -263,7 +263,6 @@ def as_saved(name: str, value: Any, kind: Any) -> Any:
 
 
 def damaged(name: str, value: object, rule: str) -> DamagedPosition:
-    """The error for a value that no stream saves in its state."""
     return DamagedPosition(f"data.{name}", value, rule, "resume from another checkpoint of the run")
 
 

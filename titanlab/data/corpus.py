@@ -207,7 +207,6 @@ def corpus_of(patterns: str, text_field: str) -> Corpus:
 
 
 def _is_about(file: Path) -> bool:
-    """Whether a file describes a dataset, by its name."""
     name = file.name.lower()
     return name in _ABOUT or (name.partition(".")[0] in _ABOUT_TEXTS and _kind(file) == "text")
 

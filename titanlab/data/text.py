@@ -191,7 +191,6 @@ def named_tokenizer(config: Text) -> Tokenizer | None:
 
 
 def content_of(corpus: Corpus) -> str:
-    """A hash of a corpus's files; 32 hexadecimal digits."""
     try:
         return cache.hash_of_files(corpus.files)
     except OSError as error:

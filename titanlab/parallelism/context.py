@@ -186,7 +186,6 @@ def attention_backward(
     dq, dk, dv = (_joined_halves(_swapped(x), q.shape[0]).to(accumulator(q.dtype)) for x in parts)
 
     def add_gradients(block: KeysAndValues, into: Pair) -> None:
-        """Add the gradients from a block's keys to the gradients of local rows and of the block."""
         for rectangle in chunks.rectangles(block, q):
             own_grad, own_q, own_out, own_lse = (_swapped(rectangle.rows_of(x)) for x in (grad, q, out, lse))
             keys, values = (_swapped(rectangle.keys_of(x)) for x in (block.k, block.v))

@@ -108,7 +108,6 @@ class ScheduledStage(PipelineStage):
                 module.reshard()
 
     def end_step(self) -> None:
-        """Wait for pending sends, and free everything."""
         for work, message in self._sends:
             self.waiting = message
             with self._phase(_WAITS):

@@ -77,7 +77,6 @@ class Loader:
         self._fills_own_group = functools.cache(self._has_own_keys_only)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """The overrides as Hydra parses them."""
         with composition_errors(overrides, self._flags.values):
             return OverridesParser.create(config_loader=self._hydra).parse_overrides(list(map(as_typed, overrides)))
 
@@ -186,14 +185,12 @@ class Loader:
         return Composed(config=config, whole=whole, choices=choices, asks_hydra=asks_hydra)
 
     def is_group(self, key: str) -> bool:
-        """Whether a key chooses an option of a group."""
         if key not in self._groups:
             is_group = "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
             self._groups[key] = is_group or "@" in key or "/" in key
         return self._groups[key]
 
     def options(self, group: str) -> list[str]:
-        """Names of a group's options."""
         return list(self._hydra.get_group_options(group))
 
     def choices_of(self, point: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -201,11 +198,9 @@ class Loader:
         return tuple((key, choice_of(key, value)) for key, value in point.items() if self.is_group(key))
 
     def values_of(self, point: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """The other keys that a point sets."""
         return [(key, value) for key, value in point.items() if not self.is_group(key)]
 
     def overrides_of(self, point: Mapping[str, Any]) -> list[str]:
-        """The overrides that set a point's values."""
         # A group that is not in a defaults list, such as `recipe`, needs `+`.
         added = [self.is_group(key) and key not in self._known_choices for key in point]
         return ["+" * adds + override_text(*pair) for adds, pair in zip(added, point.items(), strict=True)]
@@ -235,7 +230,6 @@ class Loader:
 
 
 def _hydra_loader(flags: Flags) -> ConfigLoader:
-    """Hydra's loader with the folders that the flags name."""
     folder = flags.values["--config-path"] or str(conf_folder())
     added = flags.values["--config-dir"]
     if added is not None and not Path(added).is_dir():

@@ -205,7 +205,6 @@ def own_start_error(key: str, value: str | None) -> ConfigError:
 
 
 def _variable(name: str, default: Any = None) -> Any:
-    """The resolver of `${oc.env:NAME}` and `${oc.env:NAME,default}`."""
     if name not in VARIABLES:
         rule = "a variable of the environment may be a secret, and recipes are written down and sent to trackers"
         raise ConfigError("oc.env", name, rule, "give the value itself; docs/configuration.md lists what may be read")
