@@ -80,12 +80,12 @@ def test_streams_share_the_documents(config, streams):
 @pytest.mark.parametrize(
     ("before", "after"), [(1, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in [(2, 1), (4, 2), (3, 4)])]
 )
-def test_order_for_ranks_and_resumption_at_every_step(config, before, after):
+def test_order_for_ranks_and_resumption(config, before, after):
     # A step has ten sequences of each stream, so that all but the longest pass the end of their documents.
     steps, batch = 8, 120
     whole, end = global_steps(config, ranks=1, steps=steps, batch=batch)
     assert sum(part["position"]["epoch"] > 0 for part in end["parts"].values()) > 6
-    for stop in range(steps + 1):
+    for stop in (0, 1, 5, steps):
         first, state = global_steps(config, ranks=before, steps=stop, batch=batch)
         second, same_end = global_steps(config, ranks=after, steps=steps - stop, batch=batch, state=state)
         assert np.array_equal(whole, first + second)
@@ -304,7 +304,6 @@ def test_a_part_that_cannot_be_read_is_named_and_an_error_of_the_network_is_not(
         ({"path": " \n"}, "data.path=: names no dataset; give one of the hub, such as data.path=allenai/c4"),
         ({"path": "a/b", "streams": 0}, "data.streams=0: must be at least 1; try 24"),
         ({"path": "a/b", "streams": -3}, "data.streams=-3: must be at least 1; try 24"),
-        ({"path": "a/b", "split": ""}, "data.split=: must not be empty; try train"),
         ({"path": "pandas", "data_files": ["a"]}, "data.path=pandas: reads pickles, which can run code"),
         ({"path": "a/b", "validation_fraction": float("nan")}, "data.validation_fraction=nan: must be between 0 and 0.5"),
     ],

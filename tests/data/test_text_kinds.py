@@ -167,17 +167,6 @@ def test_an_address_is_no_file(files):
         Files(files=files)
 
 
-def test_a_folder_with_the_character_that_separates_files(tmp_path, monkeypatch):
-    """`data.files=corpus` would be looked for in `a` and in `b/corpus`."""
-    (tmp_path / "a:b").mkdir()
-    monkeypatch.chdir(tmp_path / "a:b")
-    with pytest.raises(
-        ConfigError, match="data.files=corpus: is relative to .*a:b, whose ':' separates files; start in a f"
-    ):
-        Files(files="corpus")
-    assert Files(files="/x/corpus:/y").files == "/x/corpus:/y"
-
-
 FITS = {"seq_len": 8, "vocab_size": 400, "validation_sequences": 0}
 
 

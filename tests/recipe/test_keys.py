@@ -104,24 +104,6 @@ def test_the_last_of_two_values_counts():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "starts", "multirun"),
-    [
-        (["-h", "seed=1"], False, False),
-        (["--hydra-help"], False, False),
-        (["--cfg", "job", "--resolve", "--package", "model"], False, False),
-        (["--info"], False, False),
-        (["--shell-completion", "query=bash"], False, False),
-        (["-m", "seed=1,2"], True, True),
-        (["--multirun", "--multirun"], True, True),
-        (["--run"], True, False),
-    ],
-)
-def test_what_the_flags_ask_for(arguments, starts, multirun):
-    found = read_flags(arguments)
-    assert (found.answer is None, found.options.multirun) == (starts, multirun)
-
-
-@pytest.mark.parametrize(
     ("override", "read"),
     [
         ("runs=~/a", "runs=/home/ada/a"),

@@ -74,6 +74,8 @@ class Split:
             self._tables.append((tokens, file[1 : n * seq_len + 1].reshape(n, seq_len) if n else tokens))
         self._ends = np.cumsum([len(tokens) for tokens, _ in self._tables], dtype=np.int64)
         self.sequences = int(self._ends[-1]) if self.files else 0
+        # By file, the rows that cover every token that can be a label; the last row of each file is padded.
+        self._rows = [math.ceil((len(file) - 1) / seq_len) for file in self.files]
 
     def gather(self, sequences: npt.NDArray[np.int64]) -> Batch:
         """Read the sequences with the numbers `[k]`: tokens and labels, int64 `[k, seq]` each."""
@@ -90,17 +92,14 @@ class Split:
         return Batch(found[0], found[1])
 
     def padded_rows(self) -> int:
-        """Number of rows that cover every token that can be a label; the last row of each file is padded."""
-        return sum(math.ceil((len(file) - 1) / self.seq_len) for file in self.files if len(file) > 1)
+        return sum(self._rows)
 
     def padded_row(self, row: int) -> Row:
         """Read one of the `padded_rows`: tokens and labels, int64 `[seq]`; padding has the label `IGNORE`."""
-        for file in self.files:
-            rows = math.ceil((len(file) - 1) / self.seq_len)
-            if row < rows:
-                break
-            row -= rows
-        piece = file[row * self.seq_len : (row + 1) * self.seq_len + 1].astype(np.int64)
+        number = 0
+        while row >= self._rows[number]:
+            row, number = row - self._rows[number], number + 1
+        piece = self.files[number][row * self.seq_len : (row + 1) * self.seq_len + 1].astype(np.int64)
         tokens = np.zeros(self.seq_len, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: len(piece) - 1], labels[: len(piece) - 1] = piece[:-1], piece[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -178,23 +179,18 @@ def _checked_parts(parts: Any, streams: int) -> dict[str, Any]:
 
 
 def _read_ahead(stream: Stream, ready: queue.Queue[_Ready], stop: threading.Event) -> None:
-    try:
-        while not stop.is_set():
-            _put((stream.next_batch(), stream.state()), ready, stop)
-    # Any error is raised in the thread that asks for the next batch.
-    except BaseException as error:
-        _put(error, ready, stop)
-    finally:
-        stream.close()
-
-
-def _put(item: _Ready, ready: queue.Queue[_Ready], stop: threading.Event) -> None:
-    while not stop.is_set():
+    item: _Ready | None = None
+    while not stop.is_set() and not isinstance(item, BaseException):
         try:
-            ready.put(item, timeout=_POLL_SECONDS)
-            return
-        except queue.Full:
-            continue
+            item = stream.next_batch(), stream.state()
+        # Any error is raised in the thread that asks for the next batch.
+        except BaseException as error:
+            item = error
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=_POLL_SECONDS)
+                break
+    stream.close()
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:

@@ -317,20 +317,12 @@ def to_group(node: DictConfig, group: str) -> Any:
     return config
 
 
-def _kind_of(schema: type | None, group: str) -> tuple[bool, str | None]:
-    """Whether a group has a schema, which may combine several of its options; and the schema's kind."""
-    for option in discover()[group].values():
-        if option.schema is schema:
-            return True, option.kind
-    kind = getattr(schema, "kind", None)
-    several = combination(group, kind) if isinstance(kind, str) and PLUS in kind else None
-    return (True, kind) if several is not None and several.schema is schema else (False, None)
-
-
 def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
     """Check that a group's value has one of the group's schemas, which have implementations."""
-    kinds = discover()[group]
-    if not _kind_of(schema, group)[0]:
+    kinds, kind = discover()[group], getattr(schema, "kind", None)
+    # A schema may combine several options.
+    known = combination(group, kind) if isinstance(kind, str) and PLUS in kind else kinds.get(kind)
+    if known is None or known.schema is not schema:
         names = " or ".join(f"[{option.schema_name}, _self_]" for option in kinds.values())
         cure = f"begin its YAML with defaults: {names}"
         raise ConfigError(group, choice, "has no schema of this group", cure)
@@ -346,7 +338,7 @@ def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
 
 def _check_kind(config: Any, group: str) -> None:
     """Check that a group's `kind` is its schema's: it only informs readers of a frozen recipe, selects nothing."""
-    expected = _kind_of(type(config), group)[1]
+    expected = getattr(type(config), "kind", None)
     if expected is not None and PLUS in expected:
         for field in dataclasses.fields(config)[1:]:
             part = getattr(config, field.name)

@@ -38,7 +38,7 @@ def fp32_errors():
     return {method: largest_error(ContextAttention(method, group)) for method in METHODS}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_outputs_and_gradients_are_those_of_documents_alone(pool, ranks):
     for errors in pool.run(ranks, fp32_errors):
         assert max(errors.values()) <= FP32_ERROR, errors
