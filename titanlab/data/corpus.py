@@ -327,10 +327,7 @@ _SIGNATURES = (
     (re.escape(LFS_POINTER), ("is a pointer of Git LFS, and not the file", "", "run `git lfs pull` in its repository")),
     (rb"PK\x03\x04", ("is a zip archive, and not text", "", "unpack it")),
     (rb"PAR1", ("is parquet", "", "give it the ending .parquet")),
-    (
-        rb"\xff\xfe|\xfe\xff",
-        ("begins as UTF-16 text does", "", "convert it with iconv -f UTF-16 -t UTF-8"),
-    ),
+    (rb"\xff\xfe|\xfe\xff", ("begins as UTF-16 text does", "", "convert it with iconv -f UTF-16 -t UTF-8")),
 )
 
 

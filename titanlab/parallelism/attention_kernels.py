@@ -81,7 +81,9 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tens
 
 
 def _cpu_backward(*inputs: Tensor, causal: bool) -> Gradients:
-    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(*inputs, 0.0, causal)
+    grad, q, k, v, out, lse = inputs
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal)
     return dq, dk, dv
 
 

@@ -64,8 +64,6 @@ class Pipeline:
         rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._runs = False
-        if sorted(stages) != [number for number, owner in enumerate(placement) if owner == rank]:
-            raise ValueError(f"rank {rank} was given stages {sorted(stages)} of the placement {list(placement)}")
         self._device = device
         self._microbatch = microbatch or hidden_shape[0]
         self._microbatches = 1 + max(action.microbatch for action in actions[rank])
