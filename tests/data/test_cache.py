@@ -258,10 +258,3 @@ def test_a_damaged_entry_is_made_again(tmp_path, cache, settled, content):
     data_cache._cached_hash.cache_clear()
     assert hash_of_files([path]) == first
     assert entry.read_text() == first
-
-
-def test_an_entry_that_cannot_be_written_is_no_error(tmp_path, cache, settled):
-    path = old(tmp_path / "a.txt", b"one")
-    cache.mkdir()
-    (cache / "fingerprints").write_text("a file")
-    assert len(hash_of_files([path])) == 32

@@ -138,12 +138,6 @@ def test_of_synthetic_tokens():
     assert (tokens == 0).any()
 
 
-def test_a_mean_of_one_token_is_documents_of_one_token():
-    config = Synthetic(vocab_size=100, document_mask=True, document_tokens=1)
-    tokens = source.open_train(config, seed=0, seq_len=64, global_batch=2, rank=0, ranks=1).next_batch().tokens
-    assert source.separators(config).starts(tokens).tolist() == [list(range(64))] * 2
-
-
 def test_tokens_of_another_tool_need_only_one_of_the_ids(tmp_path, cache):
     folder = write_by_hand(tmp_path / "made", eos_id=49).folder
     config = TokenFolder(folder=folder, document_mask=True)

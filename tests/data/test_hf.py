@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import functools
+import itertools
 import json
+import operator
 from dataclasses import replace
 
 import numpy as np
@@ -78,12 +80,12 @@ def test_streams_share_the_documents(config, streams):
 @pytest.mark.parametrize(
     ("before", "after"), [(1, 3), *(pytest.param(*each, marks=pytest.mark.full) for each in [(2, 1), (4, 2), (3, 4)])]
 )
-def test_order_for_ranks_and_resumption_at_every_step(config, before, after):
+def test_order_for_ranks_and_resumption(config, before, after):
     # A step has ten sequences of each stream, so that all but the longest pass the end of their documents.
     steps, batch = 8, 120
     whole, end = global_steps(config, ranks=1, steps=steps, batch=batch)
     assert sum(part["position"]["epoch"] > 0 for part in end["parts"].values()) > 6
-    for stop in range(steps + 1):
+    for stop in (0, 1, 5, steps):
         first, state = global_steps(config, ranks=before, steps=stop, batch=batch)
         second, same_end = global_steps(config, ranks=after, steps=steps - stop, batch=batch, state=state)
         assert np.array_equal(whole, first + second)
@@ -105,22 +107,6 @@ def test_other_columns_may_change_their_type_and_come_and_go(tmp_path, model_fil
         (tmp_path / f"{file}.json").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = made(tmp_path / f"*.{kind}", model_file, path=kind, streams=1)
     assert list(hf.documents(hf.open_dataset(config, "train"), config)) == written
-
-
-def test_parquet_resumes_too(tmp_path, model_file, cache):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    for file in range(3):
-        texts = [text(100 * file + row, 10 + row) for row in range(40)]
-        pq.write_table(pa.table({"body": texts, "n": range(40)}), tmp_path / f"{file}.parquet", row_group_size=7)
-    config = made(tmp_path / "*.parquet", model_file, path="parquet", text_field="body", streams=3)
-    source.prepare(config, report=silent)
-    whole, _ = global_steps(config, ranks=1, steps=12)
-    for stop in (0, 1, 5, 11):
-        first, state = global_steps(config, ranks=3, steps=stop)
-        second, _ = global_steps(config, ranks=1, steps=12 - stop, state=state)
-        assert np.array_equal(whole, first + second)
 
 
 def test_held_out_documents_are_never_trained_on(config, cache):
@@ -159,7 +145,6 @@ def test_trains_a_tokenizer_where_none_is_named(json_lines, cache):
     source.prepare(config, report=lines.append)
     assert any("training a tokenizer of 330 pieces" in line for line in lines)
     assert any("5 files for 12 streams" in line for line in lines)
-    assert source.vocab_size(config) == 330
     lines.clear()
     source.prepare(config, report=lines.append)
     assert not lines
@@ -215,33 +200,16 @@ def test_bad_datasets_are_named(json_lines, tmp_path, model_file, cache, case):
     assert not [each for each in (cache / "tokens").glob("*") if not each.name.startswith(".")]
 
 
-def _places(value, path=()):
-    """The places of all values in a state, without those that hold a name."""
-    if path and path[-1] != "type":
-        yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inner:
-        yield from _places(each, (*path, key))
-
-
 def test_a_position_that_no_stream_saves_is_one_error(config):
     config = changed(config, streams=2, prefetch=0)
     _, state = global_steps(config, ranks=1, steps=3)
-    refused = 0
-    for place in _places({**state, "parts": {"0": state["parts"]["0"]}}):
-        for value in ("x", -1, [], 2**61):
-            crafted = copy.deepcopy(state)
-            at = crafted
-            for key in place[:-1]:
-                at = at[key]
-            at[place[-1]] = value
-            # Whatever is of the right type may be a position; nothing but one line may refuse it.
-            with contextlib.suppress(ConfigError):
-                try:
-                    global_steps(config, ranks=1, steps=1, state=crafted)
-                except DamagedPosition:
-                    refused += 1
-    assert refused > 20
+    places = ("samples", "parts.0", "parts.0.offset", "parts.0.position", "parts.0.position.seen")
+    for place, value in itertools.product((*places, "parts.0.position.dataset"), ("x", -1, [])):
+        crafted = copy.deepcopy(state)
+        *path, last = place.split(".")
+        functools.reduce(operator.getitem, path, crafted)[last] = value
+        with pytest.raises(DamagedPosition):
+            global_steps(config, ranks=1, steps=1, state=crafted)
     for missing in ("samples", "parts", "seq_len", "fingerprint", "streams"):
         with pytest.raises(DamagedPosition, match=rf"^data\.{missing}=null: must "):
             global_steps(config, ranks=1, steps=1, state={key: state[key] for key in state if key != missing})
@@ -333,18 +301,10 @@ def test_a_part_that_cannot_be_read_is_named_and_an_error_of_the_network_is_not(
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({}, "data.path=: names no dataset; give one of the hub, such as data.path=allenai/c4"),
         ({"path": " \n"}, "data.path=: names no dataset; give one of the hub, such as data.path=allenai/c4"),
         ({"path": "a/b", "streams": 0}, "data.streams=0: must be at least 1; try 24"),
         ({"path": "a/b", "streams": -3}, "data.streams=-3: must be at least 1; try 24"),
-        ({"path": "a/b", "validation_documents": -1}, "data.validation_documents=-1: must not be negative; try 1000"),
-        ({"path": "a/b", "prefetch": -1}, "data.prefetch=-1: must not be negative; try 2"),
-        ({"path": "a/b", "split": ""}, "data.split=: must not be empty; try train"),
-        ({"path": "a/b", "text_field": ""}, "data.text_field=: must not be empty; try text"),
-        ({"path": "pandas"}, "data.path=pandas: reads pickles, which can run code; convert them to parquet"),
         ({"path": "pandas", "data_files": ["a"]}, "data.path=pandas: reads pickles, which can run code"),
-        ({"path": "json"}, "data.data_files=[]: path=json needs files; try 'data.data_files=[corpus/*.jsonl]'"),
-        ({"path": "a/b", "vocab_size": 3}, "data.vocab_size=3: must be at least "),
         ({"path": "a/b", "validation_fraction": float("nan")}, "data.validation_fraction=nan: must be between 0 and 0.5"),
     ],
 )  # fmt: skip

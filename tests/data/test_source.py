@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from titanlab.data import DataConfig, Synthetic, source
+from titanlab.data import DataConfig, source
 from titanlab.data.contract import DataSource
 from titanlab.data.schema import Files, HuggingFace, Stdlib, TokenFolder
 from titanlab.errors import ConfigError
@@ -65,7 +65,7 @@ class LettersSource(DataSource):
         self.called.append((name, how))
         return 26
 
-    tokenizer = vocab_size = lambda self: 26
+    tokenizer = lambda self: 26  # noqa: E731
     fingerprint = lambda self: "26"  # noqa: E731
     prepare = partialmethod(_note, "prepare")
     open_train = partialmethod(_note, "open_train")
@@ -84,7 +84,6 @@ class Letters(DataConfig):
 def test_kinds_of_others_need_no_change_here():
     config = Letters()
     assert source.fingerprint(config) == "26"
-    assert source.vocab_size(config) == 26
     source.check(config, **FITS)
     source.prepare(config, report=print)
     assert source.tokenizer(config) == 26
@@ -104,11 +103,8 @@ BAD_VALUES = {
     "stdlib vocabulary": (Stdlib, {"vocab_size": 100}, r"^data\.vocab_size=100: must be at least 320.*; try 2048"),
     "stdlib fraction": (Stdlib, {"validation_fraction": 0.6}, r"^data\.validation_fraction=0\.6: must be between"),
     "stdlib negative": (Stdlib, {"validation_fraction": -0.1}, r"^data\.validation_fraction=-0\.1: must be between"),
-    "files none": (Files, {}, r"^data\.files=: names no file; give a file, a folder or a glob"),
     "files blank": (Files, {"files": "  "}, r"^data\.files=.*: names no file"),
     "files field": (Files, {"files": "a", "text_field": ""}, r"^data\.text_field=: names no field"),
-    "tokens none": (TokenFolder, {}, r"^data\.folder=: names no folder; make one with `titanlab tokenize`"),
-    "synthetic": (Synthetic, {"vocab_size": 1}, r"^data\.vocab_size=1: must be between 2 and"),
 }
 
 
@@ -134,21 +130,6 @@ def test_paths_hold_from_any_working_directory(tmp_path, monkeypatch):
 RULES = {
     "batch": (Stdlib, {}, {"ranks": 5}, r"^training\.global_batch=12: must be a multiple of the 5 .*; try 10 or 15"),
     "vocabulary": (Stdlib, {}, {"vocab_size": 2047}, r"^model\.vocab_size=2047: is smaller than the 2048 tokens"),
-    "synthetic vocabulary": (Synthetic, {}, {"vocab_size": 9}, r"^model\.vocab_size=9: is smaller than the 2048"),
-    "no such tokenizer": (Stdlib, {"tokenizer": "/no/t.model"}, {}, r"^data\.tokenizer=/no/t\.model: does not exist"),
-    "no such file": (Files, {"files": "/no/*.txt"}, {}, r"^data\.files=/no/\*\.txt: matches no file"),
-    "nothing held out": (
-        Stdlib,
-        {"validation_fraction": 0.0},
-        {"validation_sequences": 8},
-        r"^data\.validation_fraction=0\.0: holds nothing out to validate on; .*training\.validate_every=0",
-    ),
-    "hf streams": (
-        HuggingFace,
-        {"path": "a/b", "streams": 10},
-        {"ranks": 12},
-        r"^data\.streams=10: must be a multiple of the 12 .*; try 12$",
-    ),
     "hf files": (HuggingFace, {"path": "json", "data_files": ["/no/x"]}, {}, r"^data\.data_files=/no/x: matches no"),
     "hf held out": (
         HuggingFace,

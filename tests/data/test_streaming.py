@@ -168,21 +168,6 @@ def test_an_error_while_reading_ahead_reaches_whoever_asks():
     stream.close()
 
 
-def test_each_rank_opens_its_own_streams_only():
-    opened = []
-
-    def noted(number, position):
-        opened.append((number, position))
-        return Counted([7], number, position)
-
-    given_ = {"streams": 6, "fingerprint": "f", "seq_len": SEQ, "global_batch": 3, "ranks": 3}
-    stream = StreamingStream(noted, rank=1, state=None, **given_)
-    assert opened == [(1, None), (4, None)]
-    # The second step has samples 3 to 5, of which this rank has the one of stream 4.
-    assert [stream.next_batch().tokens[0, 0] for _ in range(2)] == [1_000_000, 4_000_000]
-    assert list(stream.state()["parts"]) == ["1", "4"]
-
-
 def test_labels_that_are_changed_change_no_token():
     alone = {"streams": 1, "fingerprint": "f", "seq_len": SEQ, "global_batch": 2, "rank": 0, "ranks": 1, "state": None}
     tokens, labels = StreamingStream(opener([9]), **alone).next_batch()

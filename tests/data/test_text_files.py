@@ -184,29 +184,13 @@ def test_sample_is_spread_over_the_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "key", "message"),
     [
-        ("a.txt", b"caf\xe9", "data.files", r"a\.txt, byte 3: is not UTF-8 text; .*iconv"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "data.files", r"a\.jsonl:2: is not JSON .*; one JSON object a line"),
         ("a.jsonl", b'{"text": "\xff"}\n', "data.files", r"a\.jsonl:1: is not UTF-8"),
         ("a.jsonl", b"[1, 2]\n", "data.files", r"a\.jsonl:1: is JSON, but not an object"),
-        ("a.jsonl", b'{"body": "a", "id": 1}\n', "data.text_field", r"=text: is not in .*:1; its keys are: body, id"),
         ("a.jsonl", b'{"text": 5}\n', "data.text_field", r"=text: is int, not text"),
         ("a.json", b'[\n{"text": "a"}\n]', "data.files", r"a\.json:1: is not JSON"),
         ("a.jsonl", b"[" * 100_000, "data.files", r"is not JSON"),
-        ("a.parquet", b"PAR1 not really", "data.files", r"a\.parquet: is not a readable Parquet file"),
         ("a.parquet", b"", "data.files", r"a\.parquet: is not a readable Parquet file"),
-        (
-            "a.txt",
-            b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n",
-            "data.files",
-            "is a pointer of Git LFS",
-        ),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "data.files", "is a pointer of Git LFS"),
-        (
-            "a.jsonl",
-            gzip.compress(b'{"text": "a"}', mtime=0),
-            "data.files",
-            r"is compressed with gzip; .* the ending \.gz",
-        ),
         ("a.txt", gzip.compress(b"text", mtime=0), "data.files", r"is compressed with gzip; .* the ending \.gz"),
         ("a.jsonl", bz2.compress(b'{"text": "a"}'), "data.files", r"is compressed with bzip2; .* the ending \.bz2"),
         ("a.jsonl", lzma.compress(b'{"text": "a"}'), "data.files", r"is compressed with xz; .* the ending \.xz"),
@@ -217,7 +201,6 @@ def test_sample_is_spread_over_the_files(tmp_path):
         ("a.jsonl", '{"text": "a"}\n'.encode("utf-16"), "data.files", "begins as UTF-16 text does; .*iconv -f UTF-16"),
         ("a.txt", "text".encode("utf-16"), "data.files", "begins as UTF-16 text does; .*iconv -f UTF-16"),
         ("a.txt.gz", b"plain", "data.files", r"is not a whole .gz file"),
-        ("a.txt.gz", gzip.compress(b"x" * 999, mtime=0)[:-12], "data.files", r"is not a whole .gz file"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, key, message):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import codecs
-import gzip
 import json
 import shutil
 from pathlib import Path
@@ -110,9 +109,8 @@ def test_the_tokens_around_documents_are_those_of_the_files_beside_the_tokenizer
 
 
 @pytest.mark.parametrize("flag", [None, True, False])
-@pytest.mark.parametrize("regex", [r"\d", r"[ab]x"], ids=["here", "in another process"])
 @pytest.mark.parametrize("post", ["template", "bytes", None])
-def test_a_document_begins_as_a_text_does_in_transformers(tmp_path, post, regex, flag):
+def test_a_document_begins_as_a_text_does_in_transformers(tmp_path, post, flag):
     from transformers import AutoTokenizer
 
     parts = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -127,7 +125,7 @@ def test_a_document_begins_as_a_text_does_in_transformers(tmp_path, post, regex,
         None: None,
     }
     model = {"type": "WordLevel", "vocab": WITH_NONE, "unk_token": "a"}
-    cut = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    cut = {"type": "Split", "pattern": {"Regex": r"\d"}, "behavior": "Isolated", "invert": False}
     content = {"version": "1.0", "model": model, "pre_tokenizer": cut, "post_processor": posts[post]}
     (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": []}))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|endoftext|>"}
@@ -187,18 +185,14 @@ def test_half_a_character_is_shown_as_incomplete(model_file):
 @pytest.mark.parametrize(
     ("content", "rule"),
     [
-        (b"", "is not a SentencePiece model"),
         (b"not a model at all", "is not a SentencePiece model"),
         (bytes(range(256)) * 20, "is not a SentencePiece model"),
         (base64.b64encode(b"the") + b" 5\n" + base64.b64encode(b"a") + b" 6\n", "tiktoken"),
-        (b"{", "is not a tokenizer.json"),
         (b'{"a": 1}', "is not a tokenizer.json"),
         (b'{"model": ' + b"[" * 100_000, "is not a tokenizer.json"),
         (json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}).encode(), "has 2 tokens"),
         (json.dumps({"model": {"type": "BPE", "vocab": {}, "merges": []}}).encode(), "vocabulary"),
         (b"{\xff\xfe", "is not a tokenizer.json"),
-        (gzip.compress(b"{}", mtime=0), "is compressed with gzip; decompress it"),
-        ("{}".encode("utf-16"), "begins as UTF-16 text does; .*iconv"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS, .*`git lfs pull`"),
     ],
 )
@@ -221,13 +215,6 @@ def test_a_byte_order_mark_is_no_part_of_a_tokenizer(tmp_path, json_file, name):
     (tmp_path / "kept").mkdir()
     assert keep(tmp_path / name, tmp_path / "kept") == "tokenizer.json"
     assert (tmp_path / "kept" / "tokenizer.json").read_bytes() == json_file.read_bytes()
-
-
-def test_missing_tokenizer(tmp_path):
-    with pytest.raises(ConfigError, match=r"does not exist; give a \.model"):
-        load(tmp_path / "none.model")
-    with pytest.raises(ConfigError, match=r"has neither tokenizer\.json nor tokenizer\.model"):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mine.json", "mine", "tokenizer.model", "tokenizer.json"])
@@ -271,13 +258,11 @@ def added(name, number):
     [
         ({"a": 0, "b": 1, "c": 1}, [], "gives the id 1 to two tokens"),
         ({"a": 0, "b": 1, "c": 9_000_000}, [], "has ids up to 9000000 and only 3 tokens"),
-        ({"a": 0, "b": 1, "c": 2**32 - 1}, [], "has ids up to 4294967295 and only 3 tokens"),
-        ({"a": 0, "b": 1, "c": 2**40}, [], r"is not a tokenizer\.json .*expected u32"),
         ({"a": 0, "b": 1, "c": -1}, [], r"is not a tokenizer\.json .*expected u32"),
         ({"a": 0, "b": 1, "c": 2}, [added("a", 500)], "'a' the id 500, and the tokenizers library gives it 0"),
         ({"a": 0, "b": 1, "c": 2}, [added("d", 500)], "'d' the id 500, and the tokenizers library gives it 3"),
     ],
-    ids=["one id for two", "a gap", "32 bits", "64 bits", "negative", "moved", "beyond"],
+    ids=["one id for two", "a gap", "negative", "moved", "beyond"],
 )
 def test_a_vocabulary_that_no_model_can_use_is_refused(tmp_path, vocabulary, tokens, rule):
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
@@ -291,13 +276,6 @@ def test_training_is_repeatable(tmp_path):
     for name in ("a", "b"):
         train_sentencepiece((text(number) for number in range(30)), vocab_size=330, file=tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-def test_training_reads_texts_of_any_kind(tmp_path):
-    texts = ["\t\ttabs\n" * 20, "x" * 50_000, "\u2581 \x00 \r\n" * 20, "中文" * 500, *(text(n) for n in range(30))]
-    train_sentencepiece(texts, vocab_size=330, file=tmp_path / "any.model")
-    tokenizer = load(tmp_path / "any.model")
-    assert all(tokenizer.decode(tokenizer.encode(each)) == each for each in texts)
 
 
 @pytest.mark.parametrize(
@@ -375,23 +353,13 @@ def test_fetches_what_the_model_has(hub, json_file, tmp_path):
     assert not any("secret" in line for line in lines)
 
 
-def test_prefers_the_file_it_can_read(hub, json_file, tmp_path):
-    shutil.copytree(json_file.parent, tmp_path / "hub")
-    (tmp_path / "hub" / "tokenizer.model").write_bytes(b"dGhl 0\nYQ== 1\n")
-    hub(folder=tmp_path / "hub")
-    assert download_tokenizer("owner/model", tmp_path / "out").name == "tokenizer.json"
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
         (failed(errors.GatedRepoError, 403), "does not let you in: .*; accept its terms .*--token or HF_TOKEN"),
-        (failed(errors.HfHubHTTPError, 401), "does not let you in"),
         (failed(errors.RepositoryNotFoundError, 404), "is not a model of the hub, or is private; check its name"),
-        (errors.HFValidationError("bad name"), "is not a model of the hub"),
         (errors.LocalEntryNotFoundError("offline"), r"cannot be fetched \(offline\); check the network"),
         (httpx.ConnectError("no route\nto host"), r"cannot be fetched \(no route to host\); check the network"),
-        (failed(errors.HfHubHTTPError, 500), "cannot be fetched"),
     ],
 )
 def test_a_hub_that_gives_nothing(hub, tmp_path, error, message):
@@ -417,14 +385,6 @@ def test_a_file_that_is_no_tokenizer_replaces_nothing(hub, tmp_path, model_file)
     with pytest.raises(ConfigError, match=r"tokenizer\.model: is in tiktoken's format"):
         download_tokenizer("owner/model", tmp_path / "out")
     assert load(tmp_path / "out").fingerprint == load(model_file).fingerprint
-
-
-@pytest.mark.parametrize("repo", ["", "/", "a/b/c", "https://hub.invalid/a/b"])
-def test_names_that_are_none(hub, tmp_path, repo):
-    fake = hub()
-    with pytest.raises(ConfigError, match="is not a model of the hub; give <owner>/<model>"):
-        download_tokenizer(repo, tmp_path)
-    assert not fake.asked
 
 
 def test_a_folder_that_cannot_be_written(hub, tmp_path, model_file):

@@ -7,7 +7,7 @@ import torch
 
 from titanlab.costs import order
 from titanlab.parallelism import attention_kernels
-from titanlab.parallelism.attention_kernels import Cudnn, Efficient, Flash, choose
+from titanlab.parallelism.attention_kernels import KERNELS, choose
 
 
 def tensors(dtype, device="meta", *, rows=40, keys=24, kv_heads=2, head_dim=32):
@@ -21,11 +21,14 @@ def tensors(dtype, device="meta", *, rows=40, keys=24, kv_heads=2, head_dim=32):
 
 @pytest.mark.parametrize(
     ("kernel", "dtype"),
-    [(Flash(), torch.bfloat16), (Cudnn(), torch.bfloat16), (Efficient(), torch.float32), (Efficient(), torch.bfloat16)],
-    ids=["flash", "cudnn", "efficient-fp32", "efficient-bf16"],
+    [
+        *((name, torch.bfloat16) for name in ("flash", "cudnn", "efficient")),
+        ("efficient", torch.float32),
+    ],
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_operators_take_and_give_what_the_table_says(kernel, dtype, causal):
+    kernel = KERNELS[kernel]
     # 40 rows are not a multiple of the 32 that one kernel pads to.
     q, k, v = tensors(dtype, keys=40 if causal else 24)
     out, lse = kernel.forward(q, k, v, causal=causal)
@@ -46,7 +49,7 @@ def test_cudnn_gets_outputs_and_gradients_of_one_layout(monkeypatch):
     operator = types.SimpleNamespace(default=lambda *arguments: given.append(arguments) or (q, k, v))
     stand_in = types.SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=operator)
     monkeypatch.setattr(attention_kernels, "aten", stand_in)
-    Cudnn().backward(grad, q, k, v, out, torch.randn(3, 4, 24), causal=False)
+    KERNELS["cudnn"].backward(grad, q, k, v, out, torch.randn(3, 4, 24), causal=False)
     given_grad, _, _, _, given_out, *_ = given[0]
     for mine, expected in ((given_grad, grad), (given_out, out)):
         assert torch.equal(mine, expected)
@@ -68,17 +71,17 @@ def test_cudnn_gets_outputs_and_gradients_of_one_layout(monkeypatch):
 def test_the_kernel_asked_for_or_the_next_that_can(monkeypatch, asked, able, chosen):
     for name in ("flash", "cudnn", "efficient"):
         monkeypatch.setitem(attention_kernels._CAN_USE, name, lambda parameters, name=name: name in able)
-    assert choose(asked, *tensors(torch.bfloat16)) is attention_kernels._KERNELS[chosen]
+    assert choose(asked, *tensors(torch.bfloat16)) is KERNELS[chosen]
 
 
 def test_a_hopper_asks_for_another_kernel_first(monkeypatch):
     monkeypatch.setattr(attention_kernels, "order", lambda name, capability, **inputs: order(name, (9, 0), **inputs))
     for name in ("flash", "cudnn", "efficient"):
         monkeypatch.setitem(attention_kernels._CAN_USE, name, lambda parameters: True)
-    assert choose("auto", *tensors(torch.bfloat16)) is attention_kernels._KERNELS["cudnn"]
-    assert choose("flash", *tensors(torch.bfloat16)) is attention_kernels._KERNELS["flash"]
+    assert choose("auto", *tensors(torch.bfloat16)) is KERNELS["cudnn"]
+    assert choose("flash", *tensors(torch.bfloat16)) is KERNELS["flash"]
     monkeypatch.setitem(attention_kernels._CAN_USE, "cudnn", lambda parameters: False)
-    assert choose("auto", *tensors(torch.bfloat16)) is attention_kernels._KERNELS["flash"]
+    assert choose("auto", *tensors(torch.bfloat16)) is KERNELS["flash"]
 
 
 def test_no_kernel_at_all_is_told(monkeypatch):

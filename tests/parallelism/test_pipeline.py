@@ -13,10 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.cover import cover, marks
 from tests.parallelism.pipeline_run import (
-    DIM,
-    MICROBATCH,
     SCHEDULES,
-    SEQ,
     TOLERANCE,
     Run,
     alone,
@@ -28,7 +25,7 @@ from tests.parallelism.pipeline_run import (
     total,
 )
 from tests.pool import RankFailure
-from titanlab.parallelism import Pipeline, loss_sum, of_logits
+from titanlab.parallelism import loss_sum
 
 
 def equal_to_alone(name, counts, *given):
@@ -103,19 +100,6 @@ def misused():
     ):
         with pytest.raises(ValueError, match=message):
             call(*rows, run.positions)
-    run.placement.reverse()
-    with pytest.raises(ValueError, match=r"was given stages \[[01]\] of the placement \[1, 0\]"):
-        Pipeline(
-            run.stages,
-            actions=run.actions,
-            placement=run.placement,
-            group=dist.group.WORLD,
-            device=torch.device("cpu"),
-            loss=of_logits(loss_sum),
-            scale=1.0,
-            hidden_shape=(MICROBATCH, SEQ, DIM),
-            hidden_dtype=torch.float32,
-        )
 
 
 def half_sharded():

@@ -165,13 +165,3 @@ def test_biases_and_other_layers_are_computed_at_once():
     stage(inputs).square().sum().backward()
     for ours, theirs in zip(stage.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, 2 * theirs.grad)
-
-
-def test_what_was_set_aside_can_be_forgotten():
-    layer = nn.Linear(4, 4)
-    deferred = DeferredWeights(layer)
-    with deferred.collect(0):
-        layer(torch.randn(2, 4)).sum().backward()
-    deferred.clear()
-    with pytest.raises(KeyError):
-        deferred.compute(0)

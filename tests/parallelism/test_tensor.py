@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests import tiny
 from titanlab.data import Batch
 from titanlab.distributed import build_mesh, joined, open_world
-from titanlab.dtensor import local_part
 from titanlab.parallelism import IGNORE, Columns, SplitLoss, loss_sum, of_logits
 from titanlab.train.assemble import assemble
 
@@ -103,26 +101,3 @@ def test_logits_of_16_bits_are_summed_in_float32_and_freed_when_the_loss_is_know
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(math.log(1 + math.exp(0.25)), rel=1e-6)
     assert kept[0]() is None
-
-
-# A rank's part of a value
-
-
-def cut() -> tuple[list[float], list[float]]:
-    torch.distributed.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-    tensor = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).requires_grad_()
-    part = local_part(tensor)
-    part.sum().backward()
-    assert type(part) is torch.Tensor
-    return part.tolist(), tensor.grad.full_tensor().tolist()
-
-
-def test_a_part_is_plain_and_passes_gradients_on(pool):
-    assert pool.run(2, cut) == [([0.0, 1.0], [1.0] * 4), ([2.0, 3.0], [1.0] * 4)]
-
-
-def test_other_values_stay_what_they_are():
-    tensor = torch.ones(2)
-    assert local_part(tensor) is tensor
-    assert local_part(None) is None

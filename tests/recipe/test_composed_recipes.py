@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import yaml
 from hydra.errors import HydraException, MissingConfigException, SearchPathException
-from omegaconf import OmegaConf, open_dict
+from omegaconf import open_dict
 
 import titanlab
 from tests import tiny
@@ -16,23 +16,8 @@ from titanlab.recipe import compose as recipes
 from titanlab.recipe import composition_errors, conf_folder, schema_node, to_group, to_recipe
 from titanlab.techniques.optimizer.contract import Scheduled
 from titanlab.techniques.optimizer.optimizers_schema import AdamW
-from titanlab.techniques.profiler.profilers_schema import NoProfiling
 
 KINDS = discover()["optimizer"]
-
-
-def test_a_group_becomes_the_dataclass_of_its_schema():
-    node = schema_node(AdamW(lr=1e-3, betas=[0.8, 0.9]))
-    assert to_group(node, "optimizer") == AdamW(lr=1e-3, betas=[0.8, 0.9])
-
-
-def test_a_group_without_a_schema_is_told_the_schemas_that_there_are():
-    said = refusal(to_group, OmegaConf.create({"lr": 1.0, "kind": "adamw"}), "optimizer")
-    assert said.startswith("optimizer=null: has no schema of this group; begin its YAML with defaults: [")
-    assert "[adamw_schema, _self_] or [" in said
-    # That of another group is none.
-    said = refusal(to_group, schema_node(NoProfiling), "optimizer")
-    assert said.startswith("optimizer=null: has no schema of this group")
 
 
 @pytest.mark.parametrize("place", ["", "schedule"])

@@ -79,18 +79,7 @@ def test_what_keys_of_torchtitan_lead_to_exists():
         assert options or dotted or find_key(ours.partition(" ")[0])
 
 
-def test_a_kind_is_never_suggested():
-    assert ".kind" not in advice("model.kindd")
-    assert ".kind" not in advice("knd")
-
-
 # The command line of a verb that takes a recipe: flags among overrides
-
-
-def test_without_arguments_a_run_starts():
-    flags = read_flags([])
-    assert (flags.overrides, flags.flags, set(flags.values.values())) == ([], [], {None})
-    assert (flags.answer, flags.options.multirun) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -112,24 +101,6 @@ def test_flags_may_stand_anywhere(arguments, overrides, flags):
 def test_the_last_of_two_values_counts():
     found = read_flags(["--config-name", "a", "--config-name=b", "-cd", "there", "--config-path=x"])
     assert found.values == {"--config-name": "b", "--config-dir": "there", "--config-path": "x"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "starts", "multirun"),
-    [
-        (["-h", "seed=1"], False, False),
-        (["--hydra-help"], False, False),
-        (["--cfg", "job", "--resolve", "--package", "model"], False, False),
-        (["--info"], False, False),
-        (["--shell-completion", "query=bash"], False, False),
-        (["-m", "seed=1,2"], True, True),
-        (["--multirun", "--multirun"], True, True),
-        (["--run"], True, False),
-    ],
-)
-def test_what_the_flags_ask_for(arguments, starts, multirun):
-    found = read_flags(arguments)
-    assert (found.answer is None, found.options.multirun) == (starts, multirun)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ tests/cli/test_refusals.py has the lines of mistakes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,34 +14,12 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from titanlab.costs import find_device
-from titanlab.errors import ConfigError
 from titanlab.options import discover, schema_of
 from titanlab.recipe import Cluster, Training, conf_folder, schema_node
 from titanlab.records import canonical
 
 RATES = ("memory_gb", "link_gb_per_second", "network_gb_per_second", "peak_tflops", "memory_gb_per_second")
 RATES += ("allocator_excess", "message_excess", "process_gb")
-# The smallest value of each field, and what lies below it.
-LIMITS = [
-    *((Training, name, 1, 0) for name in ("steps", "seq_len", "global_batch", "microbatch", "log_every", "gc_every")),
-    (Training, "validation_sequences", 1, 0),
-    *((Training, name, 0, -1) for name in ("validate_every", "unmeasured_steps", "nan_limit", "check_every")),
-    (Training, "compare_ranks_every", 0, -1),
-    (Training, "step_timeout_seconds", 0.0, -0.5),
-    (Training, "first_step_timeout_seconds", 1e-9, 0.0),
-    (Training, "max_grad_norm", 1e-9, 0.0),
-    (Training, "loss_chunk", -1, -2),
-    *((Cluster, name, 1, 0) for name in ("per_node", "nodes", "linked_nodes")),
-    *((Cluster, name, 1e-3, value) for name in RATES for value in (0.0, math.nan, math.inf)),
-]
-
-
-@pytest.mark.parametrize(("schema", "name", "least", "below"), LIMITS)
-def test_a_field_has_a_least_value(schema, name, least, below):
-    assert getattr(schema(**{name: least}), name) == least
-    with pytest.raises(ConfigError) as refused:
-        schema(**{name: below})
-    assert (refused.value.key, str(refused.value.value)) == (f"{schema.__name__.lower()}.{name}", str(below))
 
 
 def test_null_leaves_a_limit_out():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
 from titanlab.errors import ConfigError, DamagedPosition
 
@@ -96,14 +96,6 @@ class DataSource(Protocol):
 
         Raises:
             ConfigError: it cannot be read, or the data has not been prepared.
-        """
-
-    @abstractmethod
-    def vocab_size(self) -> int:
-        """Size of the vocabulary of prepared data: every id is below it.
-
-        Raises:
-            ConfigError: the data has not been prepared.
         """
 
     @property
@@ -246,26 +238,31 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
         ConfigError: one of the values differs.
     """
     keys = {"seq_len": "training.seq_len", "seed": "seed", "streams": "data.streams"}
-    for name, value in now.items():
-        if type(state.get(name)) is not type(value):
-            raise damaged(name, state.get(name), f"must be of the type of {value}")
+    for name, value in (*now.items(), ("samples", 0)):
+        as_saved(name, state.get(name), type(value))
     for name, value in now.items():
         if state[name] != value:
             rule = f"the checkpoint was made with data of {name} {state[name]}"
             cure = "resume with the data, seed and sequence length it was made with, or start a new run"
             raise ConfigError(keys.get(name, "data"), value, rule, cure)
-    samples = state.get("samples")
-    if not is_count(samples):
-        raise damaged("samples", samples, "must be a whole number from 0")
 
 
-def is_count(value: object) -> bool:
-    """Whether a value of a state is a whole number from 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+def as_saved(name: str, value: Any, kind: Any) -> Any:
+    """A value of a saved state, which must have the type `kind`; whole numbers are counts.
+
+    Raises:
+        DamagedPosition: no stream saves such a value.
+    """
+    # Imported here: the checks of a recipe do not need it.
+    import msgspec
+
+    try:
+        return msgspec.convert(value, Annotated[int, msgspec.Meta(ge=0)] if kind is int else kind)
+    except msgspec.ValidationError as error:
+        raise damaged(name, value, f"must be what a stream saves ({error})") from error
 
 
 def damaged(name: str, value: object, rule: str) -> DamagedPosition:
-    """The error for a value that no stream saves in its state."""
     return DamagedPosition(f"data.{name}", value, rule, "resume from another checkpoint of the run")
 
 
@@ -285,6 +282,11 @@ class Separators:
     def separate(self) -> bool:
         """Whether a token shows where a document begins."""
         return self.begin is not None or self.end is not None
+
+    def around(self, ids: list[int]) -> list[int]:
+        """The tokens of a whole document with these tokens of its text."""
+        begin, end = ([] if token is None else [token] for token in (self.begin, self.end))
+        return [*begin, *ids, *end]
 
     def starts(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The place in its sequence where each token's document begins: `[batch, seq]` → int64 `[batch, seq]`.

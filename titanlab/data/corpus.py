@@ -12,6 +12,7 @@ import importlib
 import io
 import lzma
 import os
+import re
 import sysconfig
 import zlib
 from collections import Counter
@@ -82,35 +83,18 @@ class Corpus:
         """Check that the beginnings of about 100 files can be read and have text; no file is read completely."""
         for file in self.files:
             if builder := _TABLES.get(_ending(file)):
-                rule = "is a table, and not text"
                 cure = f"try data=hf data.path={builder} with data.data_files, or write it as JSONL or parquet"
-                raise ConfigError(self.key, file, rule, cure)
+                raise ConfigError(self.key, file, "is a table, and not text", cure)
             if _ending(file) in _ARCHIVES:
                 raise ConfigError(self.key, file, "is an archive, and not text", "unpack it, or leave it out")
         if not any(file.stat().st_size for file in self.files):
             raise ConfigError(self.key, self.files[0], "is empty", "give files with text")
-        step = max(1, len(self.files) // _CHECKED_FILES)
-        for file in self.files[::step]:
-            if _kind(file) == "text":
-                self._check_text(file)
-            else:
-                next(self._documents_of(file), None)
-
-    def _check_text(self, file: Path) -> None:
-        with self._reading(file):
-            with self._opened(file) as stream:
-                begin = stream.read(_CHECKED_BYTES)
-            try:
-                # The end of the bytes may be inside a character.
-                codecs.getincrementaldecoder("utf-8")().decode(begin, final=len(begin) < _CHECKED_BYTES)
-            except UnicodeDecodeError as error:
-                if self.strict:
-                    raise self._not_utf8(f"{file}, byte {error.start}") from error
+        for file in self.files[:: max(1, len(self.files) // _CHECKED_FILES)]:
+            next(self._documents_of(file, most=_CHECKED_BYTES), None)
 
     def sample(self, characters: int) -> Iterator[str]:
         """Texts of about `characters` characters in total, spread over the files; reads little more than it yields."""
-        step = max(1, len(self.files) // _SAMPLED_FILES)
-        chosen = self.files[::step]
+        chosen = self.files[:: max(1, len(self.files) // _SAMPLED_FILES)]
         share = _share(sorted(path.stat().st_size for path in chosen), characters)
         for file in chosen:
             budget = share
@@ -119,15 +103,10 @@ class Corpus:
                 if (budget := budget - len(text)) <= 0:
                     break
 
-    def _documents_of(self, file: Path) -> Iterator[str]:
-        read = {"parquet": self._parquet, "lines": self._lines, "text": self._text}[_kind(file)]
-        with self._reading(file):
-            yield from filter(None, read(file))
-
-    @contextlib.contextmanager
-    def _reading(self, file: Path) -> Iterator[None]:
+    def _documents_of(self, file: Path, *, most: int = -1) -> Iterator[str]:
+        """The documents of a file; of a text, the first `most` bytes if that is not negative."""
         try:
-            yield
+            yield from filter(None, self._texts(file, most))
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             # The libraries raise an OSError without a number for a damaged file.
             if not isinstance(error, OSError) or error.errno is None:
@@ -136,45 +115,33 @@ class Corpus:
             rule = f"cannot be read ({error.strerror or error})"
             raise ConfigError(self.key, file, rule, "check the file and its permissions") from error
 
-    @contextlib.contextmanager
-    def _opened(self, file: Path) -> Iterator[io.BufferedReader]:
-        """The bytes of a file, unpacked as the ending of its name says."""
-        packed = file.suffix.lower()
-        if packed == ".zst":
-            arrow: Any = importlib.import_module("pyarrow")
-            # A file can have several frames, as the files of the Pile do.
-            stream = io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
-        else:
-            open_: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packed, open)
-            stream = open_(file, "rb")
-        with stream:
+    def _texts(self, file: Path, most: int) -> Iterator[str]:
+        if (kind := _kind(file)) == "parquet":
+            yield from self._parquet(file)
+            return
+        with _opened(file) as stream:
             if self.strict and (other := other_format(stream.peek(_SIGNATURE_BYTES))):
                 rule, ending, cure = other
                 raise ConfigError(self.key, file, rule, f"{cure}, or give it the ending {ending}" if ending else cure)
-            yield stream
-
-    def _text(self, file: Path) -> Iterator[str]:
-        with self._opened(file) as stream:
-            content = stream.read()
-        try:
-            yield content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            if self.strict:
-                raise self._not_utf8(f"{file}, byte {error.start}") from error
-
-    def _lines(self, file: Path) -> Iterator[str]:
-        with self._opened(file) as stream:
-            for number, line in enumerate(stream, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = parse_json(line)
-                except UnicodeDecodeError as error:
-                    raise self._not_utf8(f"{file}:{number}") from error
-                except ValueError as error:
-                    cure = "one JSON object a line is expected"
-                    raise ConfigError(self.key, f"{file}:{number}", f"is not JSON ({error})", cure) from error
-                yield self._field(row, f"{file}:{number}")
+            place = str(file)
+            try:
+                if kind == "text":
+                    content = stream.read(most)
+                    # The last of `most` bytes may be inside a character.
+                    yield codecs.getincrementaldecoder("utf-8")().decode(content, final=len(content) != most)
+                    return
+                for number, line in enumerate(stream, 1):
+                    place = f"{file}:{number}"
+                    if line.strip():
+                        yield self._field(parse_json(line), place)
+            except UnicodeDecodeError as error:
+                if self.strict:
+                    place += f", byte {error.start}" * (kind == "text")
+                    cure = "convert it with iconv -t UTF-8, or leave it out"
+                    raise ConfigError(self.key, place, "is not UTF-8 text", cure) from error
+            except ValueError as error:
+                cure = "one JSON object a line is expected"
+                raise ConfigError(self.key, place, f"is not JSON ({error})", cure) from error
 
     def _field(self, row: Any, place: str) -> str:
         if not isinstance(row, dict):
@@ -194,61 +161,60 @@ class Corpus:
     def _parquet(self, file: Path) -> Iterator[str]:
         arrow: Any = importlib.import_module("pyarrow")
         parquet: Any = importlib.import_module("pyarrow.parquet")
+        name = self.text_field
         try:
             with parquet.ParquetFile(file) as table:
                 names = table.schema_arrow.names
-                if names.count(self.text_field) > 1:
-                    rule = f"is the name of {names.count(self.text_field)} columns in {file}"
-                    raise ConfigError(self.field_key, self.text_field, rule, "write the file again with other names")
-                if self.text_field not in names:
-                    rule = f"is not in {file}"
-                    raise ConfigError(self.field_key, self.text_field, rule, f"its columns are: {', '.join(names[:8])}")
-                kind = table.schema_arrow.field(self.text_field).type
+                if (count := names.count(name)) > 1:
+                    rule, cure = f"is the name of {count} columns in {file}", "write the file again with other names"
+                    raise ConfigError(self.field_key, name, rule, cure)
+                if not count:
+                    cure = f"its columns are: {', '.join(names[:8])}"
+                    raise ConfigError(self.field_key, name, f"is not in {file}", cure)
+                kind = table.schema_arrow.field(name).type
                 if arrow.types.is_dictionary(kind):
                     kind = kind.value_type
                 if kind not in (arrow.string(), arrow.large_string(), arrow.string_view()):
-                    rule = f"is {kind}, not text, in {file}"
-                    raise ConfigError(self.field_key, self.text_field, rule, "name another")
-                for batch in table.iter_batches(batch_size=1024, columns=[self.text_field]):
+                    raise ConfigError(self.field_key, name, f"is {kind}, not text, in {file}", "name another")
+                for batch in table.iter_batches(batch_size=1024, columns=[name]):
                     yield from (text or "" for text in batch.column(0).to_pylist())
         except (arrow.ArrowException, UnicodeDecodeError) as error:
             rule = f"is not a readable Parquet file ({str(error)[:80]})"
             raise ConfigError(self.key, file, rule, "write it again, or leave it out") from error
 
-    def _not_utf8(self, place: str) -> ConfigError:
-        return ConfigError(self.key, place, "is not UTF-8 text", "convert it with iconv -t UTF-8, or leave it out")
+
+def _opened(file: Path) -> io.BufferedReader:
+    """The bytes of a file, unpacked as the ending of its name says."""
+    if (packed := file.suffix.lower()) == ".zst":
+        arrow: Any = importlib.import_module("pyarrow")
+        # A file can have several frames, as the files of the Pile do.
+        return io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
+    open_: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packed, open)
+    stream: io.BufferedReader = open_(file, "rb")
+    return stream
 
 
 def corpus_of(patterns: str, text_field: str) -> Corpus:
     """The corpus of the files that match; from folders and globs, leaves out files that describe data beside them."""
     files = matching(patterns)
     named = {Path(pattern) for pattern in _patterns(patterns)}
-    about = set()
-    for file in files:
-        name = file.name.lower()
-        if file not in named and (name in _ABOUT or (name.partition(".")[0] in _ABOUT_TEXTS and _kind(file) == "text")):
-            about.add(file)
+    about = tuple(file for file in files if file not in named and _is_about(file))
     # If all files are plain text, a README is a document too.
     if not any(_kind(file) != "text" or _ending(file) in _TABLES for file in files if file not in about):
-        about = set()
+        about = ()
     read = tuple(file for file in files if file not in about)
-    return Corpus(files=read, text_field=text_field, left_out=tuple(sorted(about)))
+    return Corpus(files=read, text_field=text_field, left_out=about)
+
+
+def _is_about(file: Path) -> bool:
+    name = file.name.lower()
+    return name in _ABOUT or (name.partition(".")[0] in _ABOUT_TEXTS and _kind(file) == "text")
 
 
 # Installed packages, folders that only some systems have, and tables of characters, which are useless as training text.
 _LEFT_OUT = {
-    "__pycache__",
-    "__phello__",
-    "dist-packages",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "lib-dynload",
-    "lib2to3",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
+    *("__pycache__", "__phello__", "dist-packages", "encodings", "ensurepip", "idlelib"),
+    *("lib-dynload", "lib2to3", "site-packages", "test", "tests", "turtledemo"),
 }
 # These files contain paths of the machine that built this Python.
 _BUILT = ("_sysconfigdata", "_sysconfig_vars")
@@ -351,29 +317,23 @@ def whole_characters(text: str) -> str:
 
 
 _SIGNATURE_BYTES = 64
-_PACKED_SIGNATURES = (
-    (b"\x1f\x8b", "gzip", ".gz"),
-    (b"BZh", "bzip2", ".bz2"),
-    (b"\xfd7zXZ\x00", "xz", ".xz"),
-    (b"\x28\xb5\x2f\xfd", "zstd", ".zst"),
+# The first bytes of other formats, what they are, the ending with which a corpus reads them, and a cure.
+_SIGNATURES = (
+    (rb"\x1f\x8b", ("is compressed with gzip", ".gz", "decompress it")),
+    # Text can begin with "BZh"; the magic number of a block follows in bzip2.
+    (rb"BZh.(1AY|\x17rE)", ("is compressed with bzip2", ".bz2", "decompress it")),
+    (rb"\xfd7zXZ\x00", ("is compressed with xz", ".xz", "decompress it")),
+    (rb"\x28\xb5\x2f\xfd", ("is compressed with zstd", ".zst", "decompress it")),
+    (re.escape(LFS_POINTER), ("is a pointer of Git LFS, and not the file", "", "run `git lfs pull` in its repository")),
+    (rb"PK\x03\x04", ("is a zip archive, and not text", "", "unpack it")),
+    (rb"PAR1", ("is parquet", "", "give it the ending .parquet")),
+    (rb"\xff\xfe|\xfe\xff", ("begins as UTF-16 text does", "", "convert it with iconv -f UTF-16 -t UTF-8")),
 )
 
 
 def other_format(content: bytes) -> tuple[str, str, str] | None:
     """The format that begins like this, the ending with which a corpus reads it, and a cure; None: perhaps text."""
-    for signature, name, ending in _PACKED_SIGNATURES:
-        # Text can begin with "BZh"; the magic number of a block follows in bzip2.
-        if content.startswith(signature) and (name != "bzip2" or content[4:7] in (b"1AY", b"\x17rE")):
-            return f"is compressed with {name}", ending, "decompress it"
-    if content.startswith(LFS_POINTER):
-        return "is a pointer of Git LFS, and not the file", "", "run `git lfs pull` in its repository"
-    if content.startswith(b"PK\x03\x04"):
-        return "is a zip archive, and not text", "", "unpack it"
-    if content.startswith(b"PAR1"):
-        return "is parquet", "", "give it the ending .parquet"
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "begins as UTF-16 text does", "", "convert it with iconv -f UTF-16 -t UTF-8"
-    return None
+    return next((other for first, other in _SIGNATURES if re.match(first, content, re.DOTALL)), None)
 
 
 def is_held_out(text: str, fraction: float) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlab.data import cache, tokenizers
-from titanlab.data.contract import Report, Stream, damaged, is_count
+from titanlab.data.contract import Report, Stream, as_saved
 from titanlab.data.corpus import is_held_out, matching, whole_characters
 from titanlab.data.schema import LOCAL_BUILDERS, HuggingFace
 from titanlab.data.source import check_multiple, check_validation
@@ -39,7 +39,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
     def fingerprint(self) -> str:
         return cache.hash_of_values(self._content, self.config.streams)
 
-    @cached_property
+    @property
     def held_out(self) -> tuple[str, object]:
         return "data.validation_documents", self.config.validation_documents
 
@@ -49,11 +49,10 @@ class HuggingFaceSource(CachedText[HuggingFace]):
         if config.path in LOCAL_BUILDERS:
             _local_files(config)
         self.check_tokens(vocab_size)
-        if validation_sequences:
-            if config.validation_split is None and not config.validation_fraction:
-                check_validation(None, "data.validation_fraction", config.validation_fraction)
-            if not config.validation_documents:
-                check_validation(None, *self.held_out)
+        if validation_sequences and config.validation_split is None and not config.validation_fraction:
+            check_validation(None, "data.validation_fraction", config.validation_fraction)
+        if validation_sequences and not config.validation_documents:
+            check_validation(None, *self.held_out)
 
     def open_train(self, *, seed: int, seq_len: int, **place: Any) -> Stream:
         from titanlab.data import streaming
@@ -151,8 +150,7 @@ class StreamDocuments:
     def __init__(
         self, dataset: Any, config: HuggingFace, tokenizer: Tokenizer, number: int, position: Position | None
     ) -> None:
-        self._config, self._tokenizer, self._number = config, tokenizer, number
-        self._dataset = dataset
+        self._dataset, self._config, self._tokenizer, self._number = dataset, config, tokenizer, number
         self._files = min(dataset.num_shards, config.streams)
         self._sharing = len(range(number % self._files, config.streams, self._files))
         self._turn = number // self._files
@@ -160,13 +158,9 @@ class StreamDocuments:
         state = None
         if position is not None:
             place = f"parts.{number}.position"
-            for name in ("epoch", "seen", "kept"):
-                if not is_count(position.get(name)):
-                    raise damaged(f"{place}.{name}", position.get(name), "must be a whole number from 0")
-            state = position.get("dataset")
-            if "dataset" not in position or not isinstance(state, dict | None):
-                raise damaged(f"{place}.dataset", state, "must be a mapping or null")
-            self._epoch, self._seen, self._kept = position["epoch"], position["seen"], position["kept"]
+            counts = (as_saved(f"{place}.{name}", position.get(name), int) for name in ("epoch", "seen", "kept"))
+            self._epoch, self._seen, self._kept = counts
+            state = as_saved(f"{place}.dataset", position.get("dataset"), dict | None)
         self._open(state)
 
     def position(self) -> Position:
@@ -182,29 +176,25 @@ class StreamDocuments:
         while True:
             row = _next(self._rows, self._config)
             if row is None:
-                self._begin_epoch()
+                if not self._kept:
+                    rule = f"stream {self._number} has no document: the dataset is too small for so many"
+                    cure = f"try data.streams={max(1, self._files // 2)}"
+                    raise ConfigError("data.streams", self._config.streams, rule, cure)
+                self._epoch, self._seen, self._kept = self._epoch + 1, 0, 0
+                self._open(None)
                 continue
             self._begun = True
             self._seen += 1
-            if (self._seen - 1) % self._sharing != self._turn:
-                continue
-            text = text_of(row, self._config)
+            text = text_of(row, self._config) if (self._seen - 1) % self._sharing == self._turn else ""
             if text and not _is_held_out(self._config, text):
                 self._kept += 1
-                around, ids = separators_of(self._tokenizer), self._tokenizer.encode(text)
-                before, after = ([] if token is None else [token] for token in (around.begin, around.end))
-                return np.array([*before, *ids, *after], dtype=np.uint32)
+                return np.array(separators_of(self._tokenizer).around(self._tokenizer.encode(text)), dtype=np.uint32)
 
     def close(self) -> None:
         self._source.close()
 
     def _open(self, state: dict[str, Any] | None) -> None:
-        """Begin to read this stream's files, from a state.
-
-        Raises:
-            ConfigError: `datasets` does not understand the state. The checkpoint is not damaged: another version of
-            `datasets` may have saved it, as also all earlier checkpoints.
-        """
+        """Begin to read this stream's files, from a state."""
         # After `load_state_dict`, an HF dataset's `state_dict` does not give the loaded state until a row is read.
         self._start, self._begun = state, False
         self._part = self._dataset.shard(num_shards=self._files, index=self._number % self._files, contiguous=False)
@@ -218,7 +208,8 @@ class StreamDocuments:
             # Only with the first row does `datasets` read the state.
             first = _next(self._source, self._config)
         except ConfigError as error:
-            # Errors of other types can also come from the files.
+            # Errors of other types can also come from the files. The checkpoint is not damaged: another version of
+            # `datasets` may have saved it, as also all earlier checkpoints.
             if not isinstance(error.__cause__, (TypeError, LookupError, AttributeError, OverflowError)):
                 raise
             rule = f"datasets does not understand it ({type(error.__cause__).__name__})"
@@ -226,14 +217,6 @@ class StreamDocuments:
             raise ConfigError(f"data.parts.{self._number}.position.dataset", state, rule, cure) from error
         if first is not None:
             self._rows = chain([first], self._source)
-
-    def _begin_epoch(self) -> None:
-        if not self._kept:
-            rule = f"stream {self._number} has no document: the dataset is too small for so many"
-            cure = f"try data.streams={max(1, self._files // 2)}"
-            raise ConfigError("data.streams", self._config.streams, rule, cure)
-        self._epoch, self._seen, self._kept = self._epoch + 1, 0, 0
-        self._open(None)
 
 
 def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
@@ -292,8 +275,7 @@ def _text_only(dataset: Any, config: HuggingFace, split: str, options: dict[str,
 
 
 def _explained(error: Exception, config: HuggingFace, split: str, key: str) -> ConfigError:
-    kinds = {base.__name__ for base in type(error).__mro__}
-    message = " ".join(str(error).split())[:160]
+    kinds, message = {base.__name__ for base in type(error).__mro__}, _in_short(error)
     if "split" in message.lower() and "ValueError" in kinds:
         return ConfigError(key, split, f"is not a split of {config.path} ({message})", "name one that it has")
     if "BuilderConfig" in message or "Config name is missing" in message:
@@ -314,9 +296,12 @@ def _next(rows: Iterator[dict[str, Any]], config: HuggingFace) -> dict[str, Any]
         # The network or the disk failed, not the data: the caller decides whether to try again.
         raise
     except Exception as error:
-        message = " ".join(str(error).split())[:160]
-        rule = f"has a part that cannot be read ({message})"
+        rule = f"has a part that cannot be read ({_in_short(error)})"
         raise ConfigError("data.path", config.path, rule, "check its files") from error
+
+
+def _in_short(error: Exception) -> str:
+    return " ".join(str(error).split())[:160]
 
 
 def _rows(dataset: Any) -> Any:
@@ -325,16 +310,14 @@ def _rows(dataset: Any) -> Any:
 
 
 def _library() -> Any:
-    if "datasets" in sys.modules or "torch" in sys.modules:
-        return importlib.import_module("datasets")
-    # `datasets` imports torch if torch is installed, which takes 1.5 s and is not used here; it reads USE_TORCH
-    # while it is imported.
     before = os.environ.get("USE_TORCH")
-    os.environ["USE_TORCH"] = "0"
+    if not {"datasets", "torch"} & sys.modules.keys():
+        # `datasets` imports torch if torch is installed, which takes 1.5 s and is not used here.
+        os.environ["USE_TORCH"] = "0"
     try:
         return importlib.import_module("datasets")
     finally:
         if before is None:
-            del os.environ["USE_TORCH"]
+            os.environ.pop("USE_TORCH", None)
         else:
             os.environ["USE_TORCH"] = before

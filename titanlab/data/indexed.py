@@ -23,6 +23,7 @@ from titanlab.errors import ConfigError
 _CHECKED_TOKENS = 1 << 20
 
 Numbers = npt.NDArray[np.int64]
+Row = tuple[Numbers, Numbers]
 
 
 def check_tokens(folder: Path, index: ShardIndex, key: str = "data.folder") -> None:
@@ -73,6 +74,8 @@ class Split:
             self._tables.append((tokens, file[1 : n * seq_len + 1].reshape(n, seq_len) if n else tokens))
         self._ends = np.cumsum([len(tokens) for tokens, _ in self._tables], dtype=np.int64)
         self.sequences = int(self._ends[-1]) if self.files else 0
+        # By file, the rows that cover every token that can be a label; the last row of each file is padded.
+        self._rows = [math.ceil((len(file) - 1) / seq_len) for file in self.files]
 
     def gather(self, sequences: npt.NDArray[np.int64]) -> Batch:
         """Read the sequences with the numbers `[k]`: tokens and labels, int64 `[k, seq]` each."""
@@ -89,17 +92,14 @@ class Split:
         return Batch(found[0], found[1])
 
     def padded_rows(self) -> int:
-        """Number of rows that cover every token that can be a label; the last row of each file is padded."""
-        return sum(math.ceil((len(file) - 1) / self.seq_len) for file in self.files if len(file) > 1)
+        return sum(self._rows)
 
-    def padded_row(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def padded_row(self, row: int) -> Row:
         """Read one of the `padded_rows`: tokens and labels, int64 `[seq]`; padding has the label `IGNORE`."""
-        for file in self.files:
-            rows = math.ceil((len(file) - 1) / self.seq_len)
-            if row < rows:
-                break
-            row -= rows
-        piece = file[row * self.seq_len : (row + 1) * self.seq_len + 1].astype(np.int64)
+        number = 0
+        while row >= self._rows[number]:
+            row, number = row - self._rows[number], number + 1
+        piece = self.files[number][row * self.seq_len : (row + 1) * self.seq_len + 1].astype(np.int64)
         tokens = np.zeros(self.seq_len, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: len(piece) - 1], labels[: len(piece) - 1] = piece[:-1], piece[1:]
@@ -195,28 +195,27 @@ def rank_samples(start: int, *, global_batch: int, rank: int, ranks: int) -> ran
 
 
 class HeldOutRows:
-    """Rows of a validation split, spread evenly over it; see `contract.Rows`.
+    """Rows for validation, spread evenly over those that are available; see `contract.Rows`.
 
     Args:
-        sequences: number of rows over all ranks; fewer if the split has fewer.
+        read: number of an available row → its tokens and labels, `[seq]` each.
+        sequences: number of rows over all ranks; fewer if fewer are available.
         rank, ranks: row j belongs to rank j % ranks. Every rank has the same number of rows: if `ranks` does not
             divide them, the last rows are padding, with `IGNORE` as every label.
     """
 
-    def __init__(self, split: Split, *, sequences: int, rank: int, ranks: int) -> None:
-        available = split.padded_rows()
+    def __init__(
+        self, read: Callable[[int], Row], available: int, *, seq_len: int, sequences: int, rank: int, ranks: int
+    ) -> None:
         rows = min(sequences, available)
-        self._split = split
+        self._read, self._seq_len = read, seq_len
         self._rows: list[int | None] = [row * available // rows for row in range(rank, rows, ranks)]
         self._rows += [None] * (-(-rows // ranks) - len(self._rows))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        seq_len = self._split.seq_len
+    def __iter__(self) -> Iterator[Row]:
+        padding = np.zeros(self._seq_len, dtype=np.int64), np.full(self._seq_len, IGNORE, dtype=np.int64)
         for row in self._rows:
-            if row is None:
-                yield np.zeros(seq_len, dtype=np.int64), np.full(seq_len, IGNORE, dtype=np.int64)
-            else:
-                yield self._split.padded_row(row)
+            yield padding if row is None else self._read(row)

@@ -119,22 +119,21 @@ def download_tokenizer(
     check_reachable(repo)
     with tempfile.TemporaryDirectory(prefix="titanlab-tokenizer-") as temporary:
         fetched = [name for name in _FILES if _fetch(repo, name, Path(temporary), token, report)]
-        if not set(fetched) & set(_NEEDED) and _fetch(repo, tokenizers.ORIGINAL, Path(temporary), token, report):
+        needed = [name for name in _NEEDED if name in fetched]
+        if not needed and _fetch(repo, tokenizers.ORIGINAL, Path(temporary), token, report):
             Path(temporary, tokenizers.ORIGINAL).rename(Path(temporary, "tokenizer.model"))
-            fetched.append("tokenizer.model")
-        if not set(fetched) & set(_NEEDED):
+            fetched, needed = [*fetched, "tokenizer.model"], ["tokenizer.model"]
+        if not needed:
             rule = f"has neither {' nor '.join(_NEEDED)}"
             raise ConfigError("repo", repo, rule, "name a model whose files include one of them")
         # Before any file is replaced, one of the fetched files must load as a tokenizer.
-        problems = []
-        for name in sorted(set(fetched) & set(_NEEDED)):
+        for name in needed:
             try:
                 tokenizers.load(Path(temporary, name), "repo")
                 break
             except ConfigError as error:
-                problems.append(error)
-        else:
-            raise ConfigError("repo", Path(str(problems[0].value)).name, problems[0].rule, problems[0].cure)
+                if name == needed[-1]:
+                    raise ConfigError("repo", Path(str(error.value)).name, error.rule, error.cure) from error
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for file in fetched:

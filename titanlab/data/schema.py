@@ -74,10 +74,7 @@ class Files(Text):
         if "://" in self.files:
             rule, cure = "is an address, and files are read from folders of this host", "copy it here, or try data=hf"
             raise ConfigError("data.files", self.files, rule, cure)
-        parts = [part for part in self.files.split(os.pathsep) if part.strip()]
-        if any(os.pathsep in absolute(part) for part in parts):
-            rule = f"is relative to {os.getcwd()}, whose {os.pathsep!r} separates files"
-            raise ConfigError("data.files", self.files, rule, "start in a folder without, or give an absolute path")
+        parts = filter(str.strip, self.files.split(os.pathsep))
         object.__setattr__(self, "files", os.pathsep.join(map(absolute, parts)))
         if not self.text_field:
             raise ConfigError("data.text_field", self.text_field, "names no field", "try text")
@@ -145,9 +142,6 @@ class HuggingFace(Text):
         if not self.path.strip():
             cure = "give one of the hub, such as data.path=allenai/c4"
             raise ConfigError("data.path", self.path, "names no dataset", cure)
-        for name, usual in (("split", "train"), ("text_field", "text")):
-            if not getattr(self, name):
-                raise ConfigError(f"data.{name}", "", "must not be empty", f"try {usual}")
         if self.path == "pandas":
             # Earlier versions of `datasets` unpickle the files.
             raise ConfigError("data.path", self.path, "reads pickles, which can run code", "convert them to parquet")

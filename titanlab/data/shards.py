@@ -136,7 +136,6 @@ def is_whole(folder: Path) -> bool:
 
 
 def fingerprint_of(folder: Path, index: ShardIndex) -> str:
-    """A hash of the tokens in a folder; 32 hexadecimal digits."""
     if index.fingerprint:
         return cache.hash_of_values(VERSION, index.fingerprint)
     content = cache.hash_of_files([folder / shard.file for shard in index.shards])

@@ -1,7 +1,6 @@
 """The functions that other packages call for every kind of data, and the rules that kinds of data share.
 
-`titanlab.data.contract.DataSource` documents them as its methods. Free of torch; numpy is imported only
-when data is opened.
+`titanlab.data.contract.DataSource` documents them as its methods.
 """
 
 from __future__ import annotations
@@ -29,20 +28,12 @@ def fingerprint(config: DataConfig) -> str:
     return config.implementation().fingerprint()
 
 
-def check(
-    config: DataConfig, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int = 0
-) -> None:
+def check(config: DataConfig, *, global_batch: int, ranks: int, validation_sequences: int = 0, **sizes: int) -> None:
     check_multiple("training.global_batch", global_batch, ranks)
     implementation = config.implementation()
     if config.document_mask and not implementation.has_documents:
         raise _without_documents(config)
-    implementation.check(
-        seq_len=seq_len,
-        global_batch=global_batch,
-        ranks=ranks,
-        vocab_size=vocab_size,
-        validation_sequences=validation_sequences,
-    )
+    implementation.check(global_batch=global_batch, ranks=ranks, validation_sequences=validation_sequences, **sizes)
 
 
 def prepare(config: DataConfig, *, report: Report) -> None:
@@ -51,10 +42,6 @@ def prepare(config: DataConfig, *, report: Report) -> None:
 
 def tokenizer(config: DataConfig) -> Tokenizer | None:
     return config.implementation().tokenizer()
-
-
-def vocab_size(config: DataConfig) -> int:
-    return config.implementation().vocab_size()
 
 
 def separators(config: DataConfig) -> Separators:
@@ -69,24 +56,13 @@ def _without_documents(config: DataConfig) -> ConfigError:
     return ConfigError(DOCUMENT_MASK, True, f"data={config.kind} does not say where documents begin", "try false")
 
 
-def open_train(
-    config: DataConfig,
-    *,
-    seed: int,
-    seq_len: int,
-    global_batch: int,
-    rank: int,
-    ranks: int,
-    state: State | None = None,
-) -> Stream:
+def open_train(config: DataConfig, *, global_batch: int, ranks: int, state: State | None = None, **how: int) -> Stream:
     check_multiple("training.global_batch", global_batch, ranks)
-    return config.implementation().open_train(
-        seed=seed, seq_len=seq_len, global_batch=global_batch, rank=rank, ranks=ranks, state=state
-    )
+    return config.implementation().open_train(global_batch=global_batch, ranks=ranks, state=state, **how)
 
 
-def open_validation(config: DataConfig, *, seq_len: int, sequences: int, rank: int, ranks: int) -> Rows:
-    return config.implementation().open_validation(seq_len=seq_len, sequences=sequences, rank=rank, ranks=ranks)
+def open_validation(config: DataConfig, **how: int) -> Rows:
+    return config.implementation().open_validation(**how)
 
 
 def check_vocab_size(of_model: int, of_data: int) -> None:

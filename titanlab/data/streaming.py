@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from titanlab.data.contract import Batch, SampleStream, State, Stream, damaged, is_count
+from titanlab.data.contract import Batch, SampleStream, State, Stream, as_saved, damaged
 from titanlab.data.indexed import rank_samples
 from titanlab.data.source import check_multiple
 
@@ -24,11 +25,9 @@ class Documents(Protocol):
 
     def position(self) -> Position:
         """The position of the next document, as JSON; documents opened at it continue with the same documents."""
-        ...
 
     def next(self) -> npt.NDArray[np.uint32]:
         """The next document, uint32 `[tokens]`, with its special tokens."""
-        ...
 
     def close(self) -> None: ...
 
@@ -170,36 +169,28 @@ class ReadAhead:
 
 def _checked_parts(parts: Any, streams: int) -> dict[str, Any]:
     """The states of all virtual streams, by number, as `PackedStream.state` gives them."""
-    if not isinstance(parts, dict) or parts.keys() != {str(number) for number in range(streams)}:
+    found: dict[str, Any] = as_saved("parts", parts, dict[str, dict[str, Any]])
+    if found.keys() != {str(number) for number in range(streams)}:
         raise damaged("parts", parts, f"must map the numbers of all {streams} streams to their states")
-    for number, part in parts.items():
-        if not isinstance(part, dict) or not {"position", "offset"} <= part.keys():
-            raise damaged(f"parts.{number}", part, "must have position and offset")
-        if not is_count(part["offset"]):
-            raise damaged(f"parts.{number}.offset", part["offset"], "must be a whole number from 0")
-        if not isinstance(part["position"], dict):
-            raise damaged(f"parts.{number}.position", part["position"], "must be a mapping")
-    return parts
+    for number, part in found.items():
+        as_saved(f"parts.{number}.position", part.get("position"), dict)
+        as_saved(f"parts.{number}.offset", part.get("offset"), int)
+    return found
 
 
 def _read_ahead(stream: Stream, ready: queue.Queue[_Ready], stop: threading.Event) -> None:
-    try:
-        while not stop.is_set():
-            _put((stream.next_batch(), stream.state()), ready, stop)
-    # Any error is raised in the thread that asks for the next batch.
-    except BaseException as error:
-        _put(error, ready, stop)
-    finally:
-        stream.close()
-
-
-def _put(item: _Ready, ready: queue.Queue[_Ready], stop: threading.Event) -> None:
-    while not stop.is_set():
+    item: _Ready | None = None
+    while not stop.is_set() and not isinstance(item, BaseException):
         try:
-            ready.put(item, timeout=_POLL_SECONDS)
-            return
-        except queue.Full:
-            continue
+            item = stream.next_batch(), stream.state()
+        # Any error is raised in the thread that asks for the next batch.
+        except BaseException as error:
+            item = error
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=_POLL_SECONDS)
+                break
+    stream.close()
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +37,6 @@ class SyntheticSource(DataSource):
     def tokenizer(self) -> None:
         return None
 
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
     def separators(self) -> Separators:
         return Separators(end=END)
 
@@ -61,8 +57,18 @@ class SyntheticSource(DataSource):
         identity = {"fingerprint": self.fingerprint(), "seed": seed, "seq_len": seq_len}
         return NumberedStream(lambda samples: samples, read, identity=identity, **place)
 
-    def open_validation(self, **how: int) -> Rows:
-        return RandomRows(**self._tokens, **how)
+    def open_validation(self, *, seq_len: int, sequences: int, **how: int) -> Rows:
+        import numpy as np
+
+        from titanlab.data.indexed import HeldOutRows
+
+        def read(row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+            tokens, labels = _shifted(
+                random_sequences(np.array([row]), seed=_VALIDATION_SEED, seq_len=seq_len, **self._tokens)
+            )
+            return tokens[0], labels[0]
+
+        return HeldOutRows(read, sequences, seq_len=seq_len, sequences=sequences, **how)
 
     @property
     def _tokens(self) -> dict[str, Any]:
@@ -91,26 +97,6 @@ def random_sequences(
     # The lower 32 bits are independent of the upper ones.
     ends = (bits & np.uint64(_LOW)) * np.uint64(document_tokens) >> np.uint64(32) == 0
     return np.where(ends, 0, np.maximum(tokens, 1))
-
-
-class RandomRows:
-    """Random rows that differ from those of every stream; see `contract.Rows`."""
-
-    def __init__(self, *, sequences: int, rank: int, ranks: int, **how: Any) -> None:
-        self._how = {"seed": _VALIDATION_SEED, **how}
-        self._sequences, self._rank, self._ranks = sequences, rank, ranks
-
-    def __len__(self) -> int:
-        return -(-self._sequences // self._ranks)
-
-    def __iter__(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        import numpy as np
-
-        for row in range(self._rank, len(self) * self._ranks, self._ranks):
-            tokens, labels = _shifted(random_sequences(np.array([row]), **self._how))
-            if row >= self._sequences:
-                labels.fill(IGNORE)
-            yield tokens[0], labels[0]
 
 
 def _shifted(rows: npt.NDArray[np.int64]) -> Batch:

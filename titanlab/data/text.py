@@ -42,9 +42,6 @@ class ShardSource(DataSource):
     def held_out(self) -> tuple[str, object]:
         """The config key that decides which documents are held out, and its value."""
 
-    def vocab_size(self) -> int:
-        return self.index.vocab_size
-
     def separators(self) -> Separators:
         return Separators(begin=self.index.bos_id, end=self.index.eos_id)
 
@@ -62,7 +59,8 @@ class ShardSource(DataSource):
         from titanlab.data.indexed import HeldOutRows, Split
 
         check_validation(self.index, *self.held_out)
-        return HeldOutRows(Split(self.folder, self.index, "validation", seq_len), **how)
+        split = Split(self.folder, self.index, "validation", seq_len)
+        return HeldOutRows(split.padded_row, split.padded_rows(), seq_len=seq_len, **how)
 
 
 class CachedText(ShardSource, Generic[TextConfig]):
@@ -96,7 +94,7 @@ class CachedText(ShardSource, Generic[TextConfig]):
     def check_tokens(self, vocab_size: int) -> None:
         """Check the rules for the vocabulary of the model, of `vocab_size`, and for document masks."""
         named = named_tokenizer(self.config)
-        check_vocab_size(vocab_size, self.config.vocab_size if named is None else named.vocab_size)
+        check_vocab_size(vocab_size, (named or self.config).vocab_size)
         if self.config.document_mask and named is not None:
             # A tokenizer that is trained here has such tokens.
             cure = "try false, or a tokenizer with such a token"
@@ -124,7 +122,7 @@ class PreparedText(CachedText[Files | Stdlib]):
     def folder(self) -> Path:
         return cache.root() / "tokens" / f"{self.config.kind}-{self.fingerprint()}"
 
-    @functools.cached_property
+    @property
     def held_out(self) -> tuple[str, object]:
         return "data.validation_fraction", self.config.validation_fraction
 
@@ -193,7 +191,6 @@ def named_tokenizer(config: Text) -> Tokenizer | None:
 
 
 def content_of(corpus: Corpus) -> str:
-    """A hash of a corpus's files; 32 hexadecimal digits."""
     try:
         return cache.hash_of_files(corpus.files)
     except OSError as error:

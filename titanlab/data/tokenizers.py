@@ -24,6 +24,8 @@ import signal
 import string
 import subprocess
 import sys
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,6 +39,7 @@ from titanlab.system import module_command, parse_json, write_bytes
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 # Names the special tokens for a tokenizer_config.json from before 2023, which does not list the added tokens.
 _MAP = "special_tokens_map.json"
+_GIVE = f"give a .model or {_JSON}"
 # Name on the hub of the tokenizer file that Meta released with a model.
 ORIGINAL = "original/tokenizer.model"
 # Usual names of special tokens, for tokenizers without a `tokenizer_config.json`.
@@ -68,11 +71,8 @@ _OTHERS = {
     199998: "GPT-4o (o200k_base)",
     200000: "Llama 4",
 }
-_BYTES = 256
 # Largest length of a token in bytes: time and memory to find its merges grow with the square of its length.
 _LONGEST = 512
-
-
 # Time limit of the process: SECONDS, plus one second for every BYTES_PER_SECOND bytes of the tokenizer's file.
 SECONDS = 30.0
 BYTES_PER_SECOND = 1 << 20
@@ -119,17 +119,17 @@ class Tokenizer(Protocol):
     fingerprint: str
     file: Path
 
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: adds no special tokens, and encodes their names as plain text."""
-        ...
 
+    @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several texts, on all cores."""
-        ...
 
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out; incomplete characters become U+FFFD."""
-        ...
 
 
 def find(path: Path, key: str = "data.tokenizer") -> Path:
@@ -155,11 +155,9 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
     if other := other_format(content):
         rule, _, cure = other
         raise ConfigError(key, path, rule, cure)
-    if content.lstrip()[:1] == b"{":
-        return HuggingFaceTokenizer(path, content, key)
-    if _LINE.match(content):
-        return TiktokenTokenizer(path, content, key)
-    return SentencePieceTokenizer(path, content, key)
+    is_json, is_tiktoken = content.lstrip()[:1] == b"{", _LINE.match(content)
+    kind = HuggingFaceTokenizer if is_json else TiktokenTokenizer if is_tiktoken else SentencePieceTokenizer
+    return kind(path, content, key)
 
 
 def content_of(path: Path) -> bytes:
@@ -191,11 +189,8 @@ def separators_of(tokenizer: Tokenizer) -> Separators:
 def separators_in_words(tokenizer: Tokenizer) -> list[str]:
     """One line about the tokens around each document, and warnings about missing ones."""
     tokens = separators_of(tokenizer)
-    said = [
-        f"{verb} with token {token}"
-        for verb, token in (("begins", tokens.begin), ("ends", tokens.end))
-        if token is not None
-    ]
+    pairs = (("begins", tokens.begin), ("ends", tokens.end))
+    said = [f"{verb} with token {token}" for verb, token in pairs if token is not None]
     lines = [f"a document {' and '.join(said)}"] if said else []
     if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer):
         config = tokenizer.file.with_name(_CONFIG)
@@ -221,9 +216,9 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
             self.vocab_size = int(self._model.vocab_size())
         except (RuntimeError, OSError) as error:
-            raise ConfigError(key, path, "is not a SentencePiece model", f"give a .model or {_JSON}") from error
+            raise ConfigError(key, path, "is not a SentencePiece model", _GIVE) from error
         if self.vocab_size < 1:
-            raise ConfigError(key, path, "is not a SentencePiece model: it has no pieces", f"give a .model or {_JSON}")
+            raise ConfigError(key, path, "is not a SentencePiece model: it has no pieces", _GIVE)
         check_size(self.vocab_size, path, key)
         begin, end = int(self._model.bos_id()), int(self._model.eos_id())
         own = begin if begin >= 0 else None, end if end >= 0 else None
@@ -297,15 +292,11 @@ class HuggingFaceTokenizer:
     def _read(self, content: bytes, *, tried: bool) -> tuple[Any, Any]:
         """The library's tokenizer, and the content of the tokenizer.json, None for other formats."""
         tokenizers: Any = importlib.import_module("tokenizers")
-        cure = f"give the {_JSON} of a model, or a .model"
-        try:
+        with self._refusing(f"is not a {_JSON}", f"give the {_JSON} of a model, or a .model"):
             text = content.decode()
             description = parse_json(text)
-        except ValueError as error:
-            raise ConfigError(self._key, self.file, f"is not a {_JSON} ({str(error)[:80]})", cure) from error
-        if not tried and (patterns := unknown_patterns(description)):
-            try_patterns(self.file, self._key, patterns)
-        with _refusing(self.file, self._key, f"is not a {_JSON}", cure):
+            if not tried and (patterns := unknown_patterns(description)):
+                try_patterns(self.file, self._key, patterns)
             return tokenizers.Tokenizer.from_str(text), description
 
     def _adds(self, token: int) -> bool:
@@ -313,8 +304,17 @@ class HuggingFaceTokenizer:
         with self._refusing("cannot encode the text"):
             return list(self._model.encode("").ids[:1]) == [token]
 
-    def _refusing(self, rule: str) -> contextlib.AbstractContextManager[None]:
-        return _refusing(self.file, self._key, rule, "give the tokenizer of another model")
+    @contextlib.contextmanager
+    def _refusing(self, rule: str, cure: str = "give the tokenizer of another model") -> Iterator[None]:
+        try:
+            yield
+        # The library raises plain Exception; a panic in its Rust code is a BaseException only.
+        except BaseException as error:
+            known = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+            if isinstance(error, ConfigError) or not known:
+                raise
+            shown = " ".join(str(error).split())[:80]
+            raise ConfigError(self._key, self.file, f"{rule} ({shown})", cure) from error
 
     def encode(self, text: str) -> list[int]:
         with self._refusing("cannot encode the text"):
@@ -341,9 +341,9 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
             rule = f"is in tiktoken's format, and damaged: {error}"
             raise ConfigError(self._key, self.file, rule, f"fetch it again, or the model's {_JSON}") from error
         if len(ranks) in _OTHERS:
-            rule = f"is in tiktoken's format and has the {len(ranks):,} ranks of {_OTHERS[len(ranks)]}; "
-            rule = f"{rule}only Llama 3's can be read"
-            raise ConfigError(self._key, self.file, rule, f"give the {_JSON} of that model")
+            rule = f"is in tiktoken's format and has the {len(ranks):,} ranks of {_OTHERS[len(ranks)]}"
+            only = "only Llama 3's can be read"
+            raise ConfigError(self._key, self.file, f"{rule}; {only}", f"give the {_JSON} of that model")
         # The library's tokens are strings: as in GPT-2, one character stands for each byte.
         characters = _characters()
         texts = {token: "".join(characters[byte] for byte in token) for token in ranks}
@@ -388,28 +388,17 @@ def _ranks(content: bytes) -> dict[bytes, int]:
         if place != len(ranks) or not token or token in ranks:
             raise ValueError(f"line {number} does not have the next rank, or repeats a token")
         ranks[token] = place
-    lacking = next((byte for byte in range(_BYTES) if bytes([byte]) not in ranks), None)
-    if lacking is not None:
-        raise ValueError(f"byte {lacking} has no token")
+    for byte in range(256):
+        if bytes([byte]) not in ranks:
+            raise ValueError(f"byte {byte} has no token")
     return ranks
 
 
 def _characters() -> list[str]:
     """GPT-2's character for each byte: a printable byte keeps its character, the others get characters from 256 on."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    others = [byte for byte in range(_BYTES) if byte not in plain]
-    return [chr(byte) if byte in plain else chr(_BYTES + others.index(byte)) for byte in range(_BYTES)]
-
-
-@contextlib.contextmanager
-def _refusing(path: Path, key: str, rule: str, cure: str) -> Iterator[None]:
-    try:
-        yield
-    # The library raises plain Exception; a panic in its Rust code is a BaseException only.
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ConfigError(key, path, f"{rule} ({' '.join(str(error).split())[:80]})", cure) from error
+    others = [byte for byte in range(256) if byte not in plain]
+    return [chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def declared_in(path: Path) -> dict[str, Any]:
@@ -475,11 +464,10 @@ def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path
         if actual != declared:
             rule = f"gives its added token {name!r} the id {declared}, and the tokenizers library gives it {actual}"
             raise ConfigError(key, path, rule, again)
-    names: dict[int, str] = {}
-    for name, number in vocabulary.items():
-        if names.setdefault(number, name) != name:
-            raise ConfigError(key, path, f"gives the id {number} to two tokens", again)
-    highest = max(names)
+    number, count = Counter(vocabulary.values()).most_common(1)[0]
+    if count > 1:
+        raise ConfigError(key, path, f"gives the id {number} to two tokens", again)
+    highest = max(vocabulary.values())
     if highest >= 2 * len(vocabulary) + _UNUSED:
         rule = f"has ids up to {highest} and only {len(vocabulary)} tokens: a model would need a row for every id"
         raise ConfigError(key, path, rule, "number the tokens from 0 without gaps")
@@ -543,35 +531,36 @@ def probe(tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
     characters = dict.fromkeys("a0 \n'=é中" + "".join(filter(str.isprintable, "".join(patterns))))
     runs = [character * _RUN for character in list(characters)[:40]]
     text = _PLAIN + "!".join([*runs, string.ascii_letters * 10, string.punctuation * 10])
-    try:
-        ids = tokenizer.encode(text)
-    except ConfigError as error:
-        if _is_given_up(error):
-            raise
+    ids = list(range(min(tokenizer.vocab_size, _RUN)))
+    with _ending_if_given_up():
         # A tokenizer that cannot encode this text is not faulty: its corpus may not contain such text.
-        ids = list(range(min(tokenizer.vocab_size, _RUN)))
-    tokenizer.decode(ids)
+        ids = tokenizer.encode(text)
+    with _ending_if_given_up():
+        tokenizer.decode(ids)
 
 
-def _is_given_up(error: ConfigError) -> bool:
-    """Whether Oniguruma reached its limit on backtracking, which the tokenizers library reports as a panic."""
-    return "retry-limit" in str(error.__cause__)
+@contextlib.contextmanager
+def _ending_if_given_up() -> Iterator[None]:
+    """End the process if Oniguruma reaches its own limit on backtracking; ignore other errors of tokenizers."""
+    try:
+        yield
+    except ConfigError as error:
+        # The tokenizers library reports it as a panic.
+        if "retry-limit" in str(error.__cause__):
+            sys.exit(GIVEN_UP)
 
 
-def main() -> int:
+def main() -> None:
     """Run the trial. The kernel ends this process when its time is over, also in native code."""
     path, seconds, trial_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     signal.setitimer(signal.ITIMER_REAL, seconds)
     content = content_of(path)
-    try:
+    with _ending_if_given_up():
         tokenizer = HuggingFaceTokenizer(path, content, "", tried=True)
         # CPU time of all cores together, so that other load on the machine does not shorten the trial.
         signal.setitimer(signal.ITIMER_PROF, trial_seconds)
         probe(tokenizer, unknown_patterns(json.loads(content)))
-    except ConfigError as error:
-        return GIVEN_UP if _is_given_up(error) else 0
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

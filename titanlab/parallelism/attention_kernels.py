@@ -8,9 +8,9 @@ parallelism (torch/distributed/tensor/experimental/_context_parallel) calls the 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,128 +36,107 @@ aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-class AttentionKernel(ABC):
-    """One attention kernel; `causal` masks keys after the row's own index, and needs as many rows as keys."""
+class AttentionKernel(NamedTuple):
+    """One attention kernel; `causal` masks keys after the row's own index, and needs as many rows as keys.
 
-    @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """The output, shaped as q, and log Σ exp(scores) of every row: float32 [batch, heads, rows]."""
+    Attributes:
+        forward: (q, k, v, causal=) → the output, shaped as q, and log Σ exp(scores) of every row: float32
+            [batch, heads, rows].
+        backward: (grad, q, k, v, out, lse, causal=) → the gradients of q, k and v from these keys only, given `out` and
+            `lse` over all keys of each row.
+        is_tiled: whether documents are computed together, by tiles, and not one by one.
+    """
 
-    @abstractmethod
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-    ) -> Gradients:
-        """The gradients of q, k and v from these keys only, given `out` and `lse` over all keys of each row."""
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Gradients]
+    is_tiled: bool = False
 
     def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, causal within documents that begin at `starts` [batch, rows], which are on the CPU.
-
-        By default one causal call for each document.
-        """
+        """As `forward`, causal within documents that begin at `starts` [batch, rows], which are on the CPU."""
+        if self.is_tiled:
+            out, lse = tiled_attention(q, k, v, starts, *document_tiling(q))
+            return out, lse
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         for piece in _documents(starts):
             out[piece], lse[piece] = self.forward(q[piece], k[piece], v[piece], causal=True)
         return out, lse
 
-    def documents_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
-    ) -> Gradients:
+    def documents_backward(self, *inputs: Tensor, starts: Tensor) -> Gradients:
         """As `backward`, causal within documents."""
+        grad, q, k, v, out, lse = inputs
+        if self.is_tiled:
+            dq, dk, dv = tiled_attention_backward(grad, q, k, v, starts, out, lse, *document_tiling(q))
+            return dq, dk, dv
         whole = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for piece in _documents(starts):
-            parts = self.backward(*(x[piece] for x in (grad, q, k, v, out, lse)), causal=True)
+            parts = self.backward(*(x[piece] for x in inputs), causal=True)
             for gradient, part in zip(whole, parts, strict=True):
                 gradient[piece] = part
         return whole
 
 
-class Cpu(AttentionKernel):
-    """The fused kernel on CPU: float32, bfloat16, float16; grouped-query heads."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal)
-        return out, lse
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-    ) -> Gradients:
-        op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal)
-        return dq, dk, dv
-
-    def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = tiled_attention(q, k, v, starts, *document_tiling(q))
-        return out, lse
-
-    def documents_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
-    ) -> Gradients:
-        dq, dk, dv = tiled_attention_backward(grad, q, k, v, starts, out, lse, *document_tiling(q))
-        return dq, dk, dv
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal)
+    return out, lse
 
 
-class Flash(AttentionKernel):
-    """FlashAttention-2 (arXiv 2307.08691) on CUDA: 16 bits; grouped-query heads.
-
-    FlashAttention 3, if it is active, uses the same operators.
-    """
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal)
-        return out, lse
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-    ) -> Gradients:
-        op = aten._scaled_dot_product_flash_attention_backward.default
-        rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
-        # None: the sequences are not ragged. Without dropout the seeds are not used.
-        dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed)
-        return dq, dk, dv
+def _cpu_backward(*inputs: Tensor, causal: bool) -> Gradients:
+    grad, q, k, v, out, lse = inputs
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    dq, dk, dv = op(grad, q, k, v, out, lse, 0.0, causal)
+    return dq, dk, dv
 
 
-class Cudnn(AttentionKernel):
-    """cuDNN's fused attention on CUDA: 16 bits; grouped-query heads; its denominators have an extra last dim of 1."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal)
-        return out, lse.reshape(q.shape[:3])
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-    ) -> Gradients:
-        op = aten._scaled_dot_product_cudnn_attention_backward.default
-        rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
-        lse = lse.contiguous().unsqueeze(-1)
-        # torch caches kernels by the strides of q, k and v only, so `grad` and `out` need one fixed layout.
-        grad, out = by_token(grad), by_token(out)
-        dq, dk, dv = op(grad, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal)
-        return dq, dk, dv
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal)
+    return out, lse
 
 
-class Efficient(AttentionKernel):
-    """Memory-efficient attention (arXiv 2112.05682) on CUDA: also float32; its denominators are padded to 32 rows.
+def _flash_backward(*inputs: Tensor, causal: bool) -> Gradients:
+    grad, q, k, v, out, lse = inputs
+    op = aten._scaled_dot_product_flash_attention_backward.default
+    rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
+    # None: the sequences are not ragged. Without dropout the seeds are not used.
+    dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed)
+    return dq, dk, dv
 
-    The kernel has no grouped-query heads, so key/value heads are repeated.
-    """
 
-    ROWS = 32
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal)
+    # cuDNN's denominators have an extra last dim of 1.
+    return out, lse.reshape(q.shape[:3])
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        k, v = (repeated(x, q.shape[1]) for x in (k, v))
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal)
-        return out, lse[:, :, : q.shape[2]]
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-    ) -> Gradients:
-        op = aten._scaled_dot_product_efficient_attention_backward.default
-        kv_heads, seed, needs_grad = k.shape[1], _no_seed(q), [True, True, True, False]
-        k, v = (repeated(x, q.shape[1]) for x in (k, v))
-        # exp(score − ∞) is 0, so padded rows add nothing.
-        lse = F.pad(lse, (0, -lse.shape[2] % self.ROWS), value=float("inf")).contiguous()
-        dq, dk, dv, _ = op(grad, q, k, v, None, out, lse, seed, seed, 0.0, needs_grad, causal)
-        return dq, summed(dk, kv_heads), summed(dv, kv_heads)
+def _cudnn_backward(*inputs: Tensor, causal: bool) -> Gradients:
+    grad, q, k, v, out, lse = inputs
+    op = aten._scaled_dot_product_cudnn_attention_backward.default
+    rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
+    lse = lse.contiguous().unsqueeze(-1)
+    # torch caches kernels by the strides of q, k and v only, so `grad` and `out` need one fixed layout.
+    grad, out = by_token(grad), by_token(out)
+    dq, dk, dv = op(grad, q, k, v, out, lse, seed, seed, None, None, None, rows, keys, 0.0, causal)
+    return dq, dk, dv
+
+
+# This kernel has no grouped-query heads, so key/value heads are repeated; it pads denominators to 32 rows.
+_EFFICIENT_ROWS = 32
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    k, v = (repeated(x, q.shape[1]) for x in (k, v))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal)
+    return out, lse[:, :, : q.shape[2]]
+
+
+def _efficient_backward(*inputs: Tensor, causal: bool) -> Gradients:
+    grad, q, k, v, out, lse = inputs
+    op = aten._scaled_dot_product_efficient_attention_backward.default
+    kv_heads, seed, needs_grad = k.shape[1], _no_seed(q), [True, True, True, False]
+    k, v = (repeated(x, q.shape[1]) for x in (k, v))
+    # exp(score − ∞) is 0, so padded rows add nothing.
+    lse = F.pad(lse, (0, -lse.shape[2] % _EFFICIENT_ROWS), value=float("inf")).contiguous()
+    dq, dk, dv, _ = op(grad, q, k, v, None, out, lse, seed, seed, 0.0, needs_grad, causal)
+    return dq, summed(dk, kv_heads), summed(dv, kv_heads)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
@@ -170,7 +149,18 @@ def summed(x: Tensor, kv_heads: int) -> Tensor:
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-_KERNELS: dict[str, AttentionKernel] = {"flash": Flash(), FLASH3: Flash(), "cudnn": Cudnn(), "efficient": Efficient()}
+# float32, bfloat16, float16; grouped-query heads.
+CPU = AttentionKernel(_cpu_forward, _cpu_backward, is_tiled=True)
+# FlashAttention-2 (arXiv 2307.08691): 16 bits; grouped-query heads. FlashAttention 3, if active, uses its operators.
+_FLASH = AttentionKernel(_flash_forward, _flash_backward)
+KERNELS = {
+    "flash": _FLASH,
+    FLASH3: _FLASH,
+    # 16 bits; grouped-query heads.
+    "cudnn": AttentionKernel(_cudnn_forward, _cudnn_backward),
+    # Memory-efficient attention (arXiv 2112.05682): also float32.
+    "efficient": AttentionKernel(_efficient_forward, _efficient_backward),
+}
 
 
 def _can_use_flash(inputs: SDPAParams) -> bool:
@@ -179,8 +169,7 @@ def _can_use_flash(inputs: SDPAParams) -> bool:
 
 
 _CAN_USE: dict[str, Callable[[SDPAParams], bool]] = {
-    "flash": _can_use_flash,
-    FLASH3: _can_use_flash,
+    **dict.fromkeys(("flash", FLASH3), _can_use_flash),
     "cudnn": can_use_cudnn_attention,
     "efficient": can_use_efficient_attention,
 }
@@ -200,7 +189,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
         ImportError: `flash3` is not installed.
     """
     if q.device.type == "cpu":
-        return Cpu()
+        return CPU
     capability = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
     has_flash3 = capability is not None and choose_flash(name, capability)
     dtype, (*_, seq_len, head_dim) = str(q.dtype).removeprefix("torch."), q.shape
@@ -213,7 +202,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
         takes_heads = shared or q.shape[1] == k.shape[1]
         k_, v_ = (k, v) if takes_heads else (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
-            return _KERNELS[candidate]
+            return KERNELS[candidate]
     raise RuntimeError(
         f"no attention kernel of {q.device.type} takes {q.dtype} with a head_dim of {q.shape[-1]}; "
         "fused kernels need a device of compute capability 8.0 or more and a head_dim that is a multiple of 8"

@@ -149,10 +149,9 @@ def attention(
     out = out.to(accumulator(q.dtype))
 
     def attend(block: KeysAndValues) -> None:
-        for rectangle in chunks.rectangles(block, q):
-            inputs = rectangle.rows_of(q), rectangle.keys_of(block.k), rectangle.keys_of(block.v)
-            part, part_lse = chosen.forward(*map(_swapped, inputs), causal=False)
-            merge(rectangle.rows_of(out), rectangle.rows_of(lse), _swapped(part), _swapped(part_lse))
+        for rows, keys in chunks.rectangles(block, q):
+            part, part_lse = chosen.forward(*map(_swapped, (q[rows], block.k[keys], block.v[keys])), causal=False)
+            merge(out[rows], lse[rows], _swapped(part), _swapped(part_lse))
 
     attend(_local_head(k, v, chunks))
     for block in exchange.blocks():
@@ -186,15 +185,12 @@ def attention_backward(
     dq, dk, dv = (_joined_halves(_swapped(x), q.shape[0]).to(accumulator(q.dtype)) for x in parts)
 
     def add_gradients(block: KeysAndValues, into: Pair) -> None:
-        """Add the gradients from a block's keys to the gradients of local rows and of the block."""
-        for rectangle in chunks.rectangles(block, q):
-            own_grad, own_q, own_out, own_lse = (_swapped(rectangle.rows_of(x)) for x in (grad, q, out, lse))
-            keys, values = (_swapped(rectangle.keys_of(x)) for x in (block.k, block.v))
-            parts = chosen.backward(own_grad, own_q, keys, values, own_out, own_lse, causal=False)
-            of_rows, *of_keys = map(_swapped, parts)
-            rectangle.rows_of(dq).add_(of_rows)
+        for rows, keys in chunks.rectangles(block, q):
+            inputs = grad[rows], q[rows], block.k[keys], block.v[keys], out[rows], lse[rows]
+            of_rows, *of_keys = map(_swapped, chosen.backward(*map(_swapped, inputs), causal=False))
+            dq[rows].add_(of_rows)
             for part, total in zip(of_keys, into, strict=True):
-                rectangle.add_to_keys(part, total)
+                total[keys] += part
 
     for block in exchange.blocks():
         gradients = torch.zeros_like(block.k), torch.zeros_like(block.v)
@@ -248,26 +244,8 @@ class KeysAndValues(NamedTuple):
     chunks: tuple[int, ...]
 
 
-class Rectangle(NamedTuple):
-    """Local rows of some sequences of the batch, and keys of a block: every row attends to every key."""
-
-    sequences: slice
-    rows: slice
-    keys: tuple[slice, ...]
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        return x[self.sequences, self.rows]
-
-    def keys_of(self, x: Tensor) -> Tensor:
-        """The keys' part of a block's tensor, [sequences, keys, …]."""
-        parts = [x[self.sequences, keys] for keys in self.keys]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def add_to_keys(self, part: Tensor, into: Tensor) -> None:
-        """Add gradients, shaped as the result of `keys_of`, to the block's gradients."""
-        sizes = [keys.stop - keys.start for keys in self.keys]
-        for keys, piece in zip(self.keys, part.split(sizes, dim=1), strict=True):
-            into[self.sequences, keys] += piece
+# An index of some sequences of the batch, and of places in them.
+Part = tuple[slice, slice | Tensor]
 
 
 class Chunks:
@@ -299,26 +277,29 @@ class Chunks:
             begins = torch.tensor(self.numbers * starts.shape[0]).unsqueeze(1) * (starts.shape[1] // 2)
             self.inner = (halves(starts) - begins).clamp(min=0)
 
-    def rectangles(self, block: KeysAndValues, q: Tensor) -> Iterable[Rectangle]:
-        """The parts of local rows and of a block's keys that attend to each other."""
-        batch, seq = q.shape[:2]
-        size = seq // 2
+    def rectangles(self, block: KeysAndValues, q: Tensor) -> Iterable[tuple[Part, Part]]:
+        """The local rows, and the keys of a block, of which each row attends to each key."""
+        size, every = q.shape[1] // 2, slice(None)
         if self._starts is None:
             # Chunks that come after the local head.
             first = size if block.chunks[-1] >= self.numbers[0] else 0
-            yield Rectangle(slice(0, batch), slice(first, seq), (slice(0, block.k.shape[1]),))
+            yield (every, slice(first, None)), (every, every)
             return
         for sequence, starts in enumerate(self._starts):
             for begin, number in zip((0, size), self.numbers, strict=True):
                 first = starts[begin]
-                keys = tuple(
-                    slice(place * size + max(first - other * size, 0), (place + 1) * size)
+                spans = [
+                    (place * size + max(first - other * size, 0), (place + 1) * size)
                     for place, other in enumerate(block.chunks)
                     if other < number and (other + 1) * size > first
-                )
-                if keys:
+                ]
+                keys: slice | Tensor
+                if spans:
                     end = bisect_right(starts, first, lo=begin, hi=begin + size)
-                    yield Rectangle(slice(sequence, sequence + 1), slice(begin, end), keys)
+                    own, keys = slice(sequence, sequence + 1), slice(*spans[0])
+                    if len(spans) > 1:
+                        keys = torch.cat([torch.arange(*span, device=q.device) for span in spans])
+                    yield (own, slice(begin, end)), (own, keys)
 
 
 def _local_head(k: Tensor, v: Tensor, chunks: Chunks) -> KeysAndValues:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from titanlab.costs import part_rows
 from titanlab.dtensor import distributed_like, in_gradient_dtype, local_part
 from titanlab.parallelism.collectives import gather_first
-from titanlab.techniques.precision.product import PLAIN, Product, product_of, rows
+from titanlab.parallelism.pipeline_weights import add_product
+from titanlab.techniques.precision.product import PLAIN, product_of, rows
 
 IGNORE = -100
 
@@ -172,31 +174,41 @@ class ChunkedLoss:
         self, tokens: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, gradients: _Gradients | None
     ) -> Tensor:
         """The loss of all tokens [tokens, dim]; adds its gradients to `gradients`."""
-        product, weight, (first, group) = self.product, local_part(weight), self._columns
+        product, head, (first, group) = self.product, local_part(weight), self._columns
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
         # Cast once, not for each chunk.
-        weight = product.for_forward(weight)
+        head, factor = product.for_forward(head), None if gradients is None else product.for_inputs(head)
         for start in range(0, tokens.shape[0], self._tokens):
             chunk, chunk_labels = tokens[start : start + self._tokens], labels[start : start + self._tokens]
             missing = self._tokens - chunk.shape[0]
             if self._pads and missing:
                 chunk, chunk_labels = F.pad(chunk, (0, 0, 0, missing)), F.pad(chunk_labels, (0, missing), value=IGNORE)
-            logits = product.forward(chunk, weight, bias)
+            logits = product.forward(chunk, head, bias)
             statistics = self._statistics(logits, chunk_labels, first)
             log_sum, logit = statistics if group is None else _of_all_ranks(statistics, group)
             valid = chunk_labels != IGNORE
             total += (log_sum - logit).where(valid, 0.0).sum()
             # No variable keeps a tensor of this size until the next chunk.
-            if gradients is None:
+            if gradients is None or factor is None:
                 del logits
                 continue
             slope = self._slope(logits, log_sum, chunk_labels, first, valid * self.scale)
             del logits
-            gradients.add(start, chunk, slope)
+            part = gradients.tokens[start : start + chunk.shape[0]]
+            if product is PLAIN and part.shape[0] == chunk.shape[0]:
+                torch.mm(slope, factor, out=part)
+            else:
+                part.copy_(product.of_inputs(slope, factor)[: part.shape[0]])
+            if weight.requires_grad:
+                gradients.weight = add_product(product, gradients.weight, slope, chunk)
+            if bias is not None and bias.requires_grad:
+                of_bias = slope.sum(0)
+                gradients.bias = of_bias if gradients.bias is None else gradients.bias + of_bias
             del slope
         return total
 
 
+@dataclass
 class _Gradients:
     """The gradients of the head's inputs and parameters, filled chunk by chunk.
 
@@ -206,41 +218,9 @@ class _Gradients:
         bias: [columns], likewise.
     """
 
-    def __init__(
-        self,
-        tokens: Tensor,
-        product: Product,
-        head: Tensor,
-        *,
-        weight: Tensor | None,
-        needs_weight: bool,
-        needs_bias: bool,
-    ) -> None:
-        """`head`: the head's weight; `weight`: the tensor to which its gradient is added; None: a new tensor."""
-        self.tokens, self.weight = torch.empty_like(tokens), weight
-        self.bias: Tensor | None = None
-        # Cast once, not for each chunk.
-        self._product, self._factor = product, product.for_inputs(head)
-        self._needs_weight, self._needs_bias = needs_weight, needs_bias
-
-    def add(self, start: int, chunk: Tensor, slope: Tensor) -> None:
-        """Add the gradients of a chunk [tokens, dim]; slope: the gradient of its logits."""
-        product, part = self._product, self.tokens[start : start + chunk.shape[0]]
-        if product is PLAIN and part.shape[0] == chunk.shape[0]:
-            torch.mm(slope, self._factor, out=part)
-        else:
-            part.copy_(product.of_inputs(slope, self._factor)[: part.shape[0]])
-        if self._needs_weight:
-            if self.weight is None:
-                self.weight = product.of_weight(slope, chunk)
-            elif product is PLAIN and self.weight.dtype == chunk.dtype:
-                # One operation: no second matrix of the weight's size.
-                self.weight.addmm_(slope.t(), chunk)
-            else:
-                self.weight.add_(product.of_weight(slope, chunk))
-        if self._needs_bias:
-            of_bias = slope.sum(0)
-            self.bias = of_bias if self.bias is None else self.bias + of_bias
+    tokens: Tensor
+    weight: Tensor | None
+    bias: Tensor | None = None
 
 
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
@@ -298,14 +278,8 @@ class _HeadAndLoss(torch.autograd.Function):
         ctx: Any, tokens: Tensor, weight: Any, bias: Tensor | None, labels: Tensor, chunked: ChunkedLoss
     ) -> Tensor:
         adds = chunked.writes_gradient and weight.requires_grad
-        gradients = _Gradients(
-            tokens,
-            chunked.product,
-            local_part(weight),
-            weight=local_part(weight.grad) if adds and weight.grad is not None else None,
-            needs_weight=weight.requires_grad,
-            needs_bias=bias is not None and ctx.needs_input_grad[2],
-        )
+        written = local_part(weight.grad) if adds and weight.grad is not None else None
+        gradients = _Gradients(torch.empty_like(tokens), written)
         total = chunked.in_chunks(tokens, weight, bias, labels, gradients)
         if adds and weight.grad is None:
             weight.grad = distributed_like(weight, in_gradient_dtype(weight, gradients.weight))

@@ -64,8 +64,6 @@ class Pipeline:
         rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)
         self._runs = False
-        if sorted(stages) != [number for number, owner in enumerate(placement) if owner == rank]:
-            raise ValueError(f"rank {rank} was given stages {sorted(stages)} of the placement {list(placement)}")
         self._device = device
         self._microbatch = microbatch or hidden_shape[0]
         self._microbatches = 1 + max(action.microbatch for action in actions[rank])
@@ -171,14 +169,14 @@ class Pipeline:
         documents: Packed | None,
     ) -> Tensor:
         size = self._microbatch
-        rows = [slice(index * size, (index + 1) * size) for index in range(self._microbatches)]
         total = torch.zeros((), device=self._device)
         self._runs = True
         try:
-            microbatches = [
-                (tokens[row], labels[row], *((positions,) if documents is None else documents.arguments(row)))
-                for row in rows
-            ]
+            microbatches = []
+            for begin in range(0, size * self._microbatches, size):
+                row = slice(begin, begin + size)
+                places = (positions,) if documents is None else documents.arguments(row)
+                microbatches.append((tokens[row], labels[row], *places))
             # torch 2.15 removes each stage from this set when its gradients are reduced.
             runtime.unsharded_stages = {stage.stage_index for stage in self._stages}
             runtime._step_microbatches(microbatches, return_outputs=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -69,11 +70,9 @@ class ScheduledStage(PipelineStage):
         parts = module.get_submodule(BLOCKS).modules() if reduces_each else ()
         self._reduced_each = [part for part in parts if isinstance(part, FSDPModule)]
         self._phase = phase
-        # By microbatch: tensors that have arrived or been computed, until they are used or sent.
-        self._arrived: dict[int, tuple[Tensor, dist.Work | None]] = {}
-        self._arrived_gradients: dict[int, tuple[Tensor, dist.Work | None]] = {}
-        self._computed: dict[int, Tensor] = {}
-        self._computed_gradients: dict[int, Tensor] = {}
+        # By microbatch and neighbouring stage: tensors that have arrived or been computed, until they are used or sent.
+        self._arrived: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
+        self._computed: dict[tuple[int, int], Tensor] = {}
         self._pending: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._sends: list[tuple[dist.Work, Waiting]] = []
         # For the diagnosis of hangs: torch does not record gloo's sends and receives.
@@ -109,7 +108,6 @@ class ScheduledStage(PipelineStage):
                 module.reshard()
 
     def end_step(self) -> None:
-        """Wait for pending sends, and free everything."""
         for work, message in self._sends:
             self.waiting = message
             with self._phase(_WAITS):
@@ -120,12 +118,9 @@ class ScheduledStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         """Free everything, even after an error in the middle of a step."""
         self.loss_sum = None
-        self._sends.clear()
-        for tensors in (self._arrived, self._arrived_gradients, self._computed, self._computed_gradients):
-            tensors.clear()
-        self._pending.clear()
-        if self._deferred is not None:
-            self._deferred.clear()
+        for held in (self._sends, self._arrived, self._computed, self._pending, self._deferred):
+            if held is not None:
+                held.clear()
 
     # The runtime calls the following methods; names and arguments are torch's. Sends and receives are started at once,
     # so that the runtime gets no operations to run. Neighbouring stages may be on this rank.
@@ -141,11 +136,11 @@ class ScheduledStage(PipelineStage):
         tokens, labels, *places = args
         hidden = None
         if not self.is_first:
-            hidden = self._take(self._arrived, fwd_chunk_id, self.stage_index - 1)
+            hidden = self._take(fwd_chunk_id, self.stage_index - 1)
             hidden.requires_grad_(torch.is_grad_enabled())
+        stage_input = tokens if hidden is None else hidden
         output: Tensor
         if self.is_last:
-            stage_input = tokens if hidden is None else hidden
             with self._phase("forward"):
                 output = self._loss(lambda: self.submod(stage_input, *places), labels)
             # A chunked loss has written the gradient of the head's weight.
@@ -156,9 +151,10 @@ class ScheduledStage(PipelineStage):
             output = output * self._scale
         else:
             with self._phase("forward"):
-                output = self.submod(tokens if hidden is None else hidden, *places)
-            if self._is_elsewhere(self.stage_index + 1):
-                self._computed[fwd_chunk_id] = self._checked(output, "hidden state")
+                output = self.submod(stage_input, *places)
+            # The runtime hands it to a stage on this rank.
+            if self._placement[self.stage_index + 1] != self._placement[self.stage_index]:
+                self._computed[fwd_chunk_id, self.stage_index + 1] = self._checked(output, "hidden state")
         if output.requires_grad:
             self._pending[fwd_chunk_id] = hidden, output
         return output
@@ -172,19 +168,19 @@ class ScheduledStage(PipelineStage):
     ) -> None:
         """The backward of one microbatch; with `full_backward` False, most gradients of weights are deferred."""
         hidden, output = self._pending.pop(bwd_chunk_id)
-        gradient = None if self.is_last else self._take(self._arrived_gradients, bwd_chunk_id, self.stage_index + 1)
+        gradient = None if self.is_last else self._take(bwd_chunk_id, self.stage_index + 1)
         if last_backward:
             self._reduce_blocks(all_reduce=True)
-        if full_backward:
-            with self._phase("backward"):
-                torch.autograd.backward(output, gradient)
-        else:
-            assert self._deferred is not None
-            with self._phase("backward"), self._deferred.collect(bwd_chunk_id):
-                torch.autograd.backward(output, gradient)
+        with contextlib.ExitStack() as within:
+            within.enter_context(self._phase("backward"))
+            if not full_backward:
+                assert self._deferred is not None
+                within.enter_context(self._deferred.collect(bwd_chunk_id))
+            torch.autograd.backward(output, gradient)
         if hidden is not None:
             assert hidden.grad is not None
-            self._computed_gradients[bwd_chunk_id] = self._checked(hidden.grad, "gradient of the hidden state")
+            checked = self._checked(hidden.grad, "gradient of the hidden state")
+            self._computed[bwd_chunk_id, self.stage_index - 1] = checked
 
     def backward_weight_one_chunk(
         self,
@@ -197,48 +193,48 @@ class ScheduledStage(PipelineStage):
         _sum_in_reduce_dtype(self.submod)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(self._computed.pop(fwd_chunk_id), fwd_chunk_id, self.stage_index + 1)
+        return self._send(fwd_chunk_id, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._send(self._computed_gradients.pop(bwd_chunk_id), bwd_chunk_id, self.stage_index - 1)
+        return self._send(bwd_chunk_id, self.stage_index - 1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._receive(self._arrived, fwd_chunk_id, self.stage_index - 1)
+        return self._receive(fwd_chunk_id, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._receive(self._arrived_gradients, bwd_chunk_id, self.stage_index + 1)
+        return self._receive(bwd_chunk_id, self.stage_index + 1)
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        self._arrived[mb_index] = self._checked(prev_stage_outputs, "hidden state"), None
+        self._arrived[mb_index, self.stage_index - 1] = self._checked(prev_stage_outputs, "hidden state"), None
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor]:
-        return (self._computed_gradients.pop(mb_index),)
+        return (self._computed.pop((mb_index, self.stage_index - 1)),)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         (gradient,) = next_stage_bwd_outputs
         assert gradient is not None
-        self._arrived_gradients[mb_index] = gradient, None
+        self._arrived[mb_index, self.stage_index + 1] = gradient, None
 
-    def _send(self, tensor: Tensor, microbatch: int, stage: int) -> list[dist.P2POp]:
+    def _send(self, microbatch: int, stage: int) -> list[dist.P2POp]:
         # Completed sends need not be kept. NCCL reports completion by itself, gloo only after a wait.
         self._sends = [(work, message) for work, message in self._sends if not work.is_completed()]
+        tensor = self._computed.pop((microbatch, stage))
         work = dist.isend(tensor, group=self.group, group_dst=self._placement[stage])
         assert work is not None
         self._sends.append((work, self._message("send", microbatch, stage)))
         self.sent[self._placement[stage]] += 1
         return []
 
-    def _receive(
-        self, arrived: dict[int, tuple[Tensor, dist.Work | None]], microbatch: int, stage: int
-    ) -> list[dist.P2POp]:
+    def _receive(self, microbatch: int, stage: int) -> list[dist.P2POp]:
         buffer = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        arrived[microbatch] = buffer, dist.irecv(buffer, group=self.group, group_src=self._placement[stage])
+        work = dist.irecv(buffer, group=self.group, group_src=self._placement[stage])
+        self._arrived[microbatch, stage] = buffer, work
         self.received[self._placement[stage]] += 1
         return []
 
-    def _take(self, arrived: dict[int, tuple[Tensor, dist.Work | None]], microbatch: int, stage: int) -> Tensor:
+    def _take(self, microbatch: int, stage: int) -> Tensor:
         """Wait for the tensor of a microbatch from another stage, and return it."""
-        tensor, work = arrived.pop(microbatch)
+        tensor, work = self._arrived.pop((microbatch, stage))
         if work is not None:
             self.waiting = self._message("recv", microbatch, stage)
             with self._phase(_WAITS):
@@ -249,18 +245,14 @@ class ScheduledStage(PipelineStage):
     def _message(self, operation: str, microbatch: int, stage: int) -> Waiting:
         # Hidden states go to later stages, gradients to earlier ones.
         is_forward = (operation == "send") == (stage > self.stage_index)
-        what = "hidden state" if is_forward else "gradient"
         return Waiting(
             operation=operation,
-            what=what,
+            what="hidden state" if is_forward else "gradient",
             microbatch=microbatch,
             stage=self.stage_index,
             peer_stage=stage,
             peer=self._global_ranks[self._placement[stage]],
         )
-
-    def _is_elsewhere(self, stage: int) -> bool:
-        return self._placement[stage] != self._placement[self.stage_index]
 
     def _checked(self, tensor: Tensor, what: str) -> Tensor:
         tensor = tensor.detach()

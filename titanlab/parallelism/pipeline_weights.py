@@ -234,17 +234,12 @@ class DeferredWeights:
 
     @torch.no_grad()
     def compute(self, microbatch: int) -> None:
-        """Compute the deferred products of a microbatch, and add them to the gradients of the weights."""
         deferred = self._by_microbatch.pop(microbatch)
         while deferred:
             product, weight, inputs, gradient = deferred.pop()
+            total = add_product(product, local_part(weight.grad), gradient, inputs)
             if weight.grad is None:
-                weight.grad = distributed_like(weight, in_gradient_dtype(weight, product.of_weight(gradient, inputs)))
-            elif product is PLAIN and weight.grad.dtype == inputs.dtype:
-                # One operation: no second matrix of the weight's size, and one rounding.
-                local_part(weight.grad).addmm_(rows(gradient).t(), rows(inputs))
-            else:
-                local_part(weight.grad).add_(product.of_weight(gradient, inputs))
+                weight.grad = distributed_like(weight, in_gradient_dtype(weight, total))
 
     def clear(self) -> None:
         self._by_microbatch.clear()
@@ -256,6 +251,16 @@ class DeferredWeights:
             return whole
         self._collecting.append(_Deferred(product, weight, inputs, gradient))
         return None
+
+
+def add_product(product: Product, total: Tensor | None, gradient: Tensor, inputs: Tensor) -> Tensor:
+    """Add the product for the gradient of a weight to `total`, a plain tensor, in place; None: a new tensor."""
+    if total is None:
+        return product.of_weight(gradient, inputs)
+    if product is PLAIN and total.dtype == inputs.dtype:
+        # One operation: no second matrix of the weight's size, and one rounding.
+        return total.addmm_(rows(gradient).t(), rows(inputs))
+    return total.add_(product.of_weight(gradient, inputs))
 
 
 class _Deferred(NamedTuple):

@@ -297,7 +297,6 @@ def replicate_model(model: nn.Module, mesh: DeviceMesh, *, reduces_each: bool = 
 
 
 def keep_whole(model: nn.Module) -> Sharded:
-    """Leave the model as it is: one process has nothing to reduce."""
     return Sharded(
         forward=model, microbatch=lambda *, last: contextlib.nullcontext(), release=lambda: None, divides_by=1
     )

@@ -77,7 +77,6 @@ class Loader:
         self._fills_own_group = functools.cache(self._has_own_keys_only)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
-        """The overrides as Hydra parses them."""
         with composition_errors(overrides, self._flags.values):
             return OverridesParser.create(config_loader=self._hydra).parse_overrides(list(map(as_typed, overrides)))
 
@@ -186,14 +185,12 @@ class Loader:
         return Composed(config=config, whole=whole, choices=choices, asks_hydra=asks_hydra)
 
     def is_group(self, key: str) -> bool:
-        """Whether a key chooses an option of a group."""
         if key not in self._groups:
             is_group = "." not in key and any(source.is_group(key) for source in self._hydra.get_sources())
             self._groups[key] = is_group or "@" in key or "/" in key
         return self._groups[key]
 
     def options(self, group: str) -> list[str]:
-        """Names of a group's options."""
         return list(self._hydra.get_group_options(group))
 
     def choices_of(self, point: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
@@ -201,11 +198,9 @@ class Loader:
         return tuple((key, choice_of(key, value)) for key, value in point.items() if self.is_group(key))
 
     def values_of(self, point: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        """The other keys that a point sets."""
         return [(key, value) for key, value in point.items() if not self.is_group(key)]
 
     def overrides_of(self, point: Mapping[str, Any]) -> list[str]:
-        """The overrides that set a point's values."""
         # A group that is not in a defaults list, such as `recipe`, needs `+`.
         added = [self.is_group(key) and key not in self._known_choices for key in point]
         return ["+" * adds + override_text(*pair) for adds, pair in zip(added, point.items(), strict=True)]
@@ -235,7 +230,6 @@ class Loader:
 
 
 def _hydra_loader(flags: Flags) -> ConfigLoader:
-    """Hydra's loader with the folders that the flags name."""
     folder = flags.values["--config-path"] or str(conf_folder())
     added = flags.values["--config-dir"]
     if added is not None and not Path(added).is_dir():
@@ -323,20 +317,12 @@ def to_group(node: DictConfig, group: str) -> Any:
     return config
 
 
-def _kind_of(schema: type | None, group: str) -> tuple[bool, str | None]:
-    """Whether a group has a schema, which may combine several of its options; and the schema's kind."""
-    for option in discover()[group].values():
-        if option.schema is schema:
-            return True, option.kind
-    kind = getattr(schema, "kind", None)
-    several = combination(group, kind) if isinstance(kind, str) and PLUS in kind else None
-    return (True, kind) if several is not None and several.schema is schema else (False, None)
-
-
 def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
     """Check that a group's value has one of the group's schemas, which have implementations."""
-    kinds = discover()[group]
-    if not _kind_of(schema, group)[0]:
+    kinds, kind = discover()[group], getattr(schema, "kind", None)
+    # A schema may combine several options.
+    known = combination(group, kind) if isinstance(kind, str) and PLUS in kind else kinds.get(kind)
+    if known is None or known.schema is not schema:
         names = " or ".join(f"[{option.schema_name}, _self_]" for option in kinds.values())
         cure = f"begin its YAML with defaults: {names}"
         raise ConfigError(group, choice, "has no schema of this group", cure)
@@ -352,7 +338,7 @@ def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
 
 def _check_kind(config: Any, group: str) -> None:
     """Check that a group's `kind` is its schema's: it only informs readers of a frozen recipe, selects nothing."""
-    expected = _kind_of(type(config), group)[1]
+    expected = getattr(type(config), "kind", None)
     if expected is not None and PLUS in expected:
         for field in dataclasses.fields(config)[1:]:
             part = getattr(config, field.name)

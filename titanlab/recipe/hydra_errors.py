@@ -192,7 +192,6 @@ def _wrong_type(key: str, value: object, cause: OmegaConfBaseException) -> Confi
 
 
 def _values(overrides: Sequence[str]) -> dict[str, str]:
-    """Value by key, without the signs `+`, `++` and `~`."""
     pairs = (override.partition("=") for override in overrides)
     return {key.lstrip("+~").split("@")[0]: value for key, _, value in pairs}
 

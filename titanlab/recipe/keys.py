@@ -71,7 +71,6 @@ class Key:
 
     @property
     def accepted_values(self) -> str:
-        """The values that the key accepts, in words."""
         return _words(self.declared)
 
 
@@ -105,7 +104,6 @@ def find_key(name: str, schema: type | None = None, *, kind: str | None = None) 
 
 
 def advice(name: str) -> str:
-    """The advice for a key that the recipe does not have."""
     if theirs := torchtitan.current_name(name):
         if theirs in torchtitan.KEYS:
             return f"torchtitan's {name} is {torchtitan.KEYS[theirs].ours} here"
@@ -141,7 +139,6 @@ def advice(name: str) -> str:
 
 
 def unknown_key(key: str, value: object) -> ConfigError:
-    """The error for a key that the recipe does not have."""
     if key in _SPACE:
         return ConfigError(key, value, "is a key of a sweep's file", f"add hydra/sweeper=space to have {key}")
     if key.startswith("hydra.launcher."):
@@ -360,7 +357,6 @@ def as_typed(override: str) -> str:
 
 
 def _is_read(text: str) -> bool:
-    """Whether Hydra may read a text as a number or a boolean."""
     with contextlib.suppress(ValueError):
         float(text)
         return True

@@ -289,7 +289,6 @@ def schema_node(schema: Any) -> DictConfig:
 
 
 def to_mapping(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as nested dictionaries of plain values, in the order of its fields."""
     mapping: dict[str, Any] = plain(recipe)
     return mapping
 

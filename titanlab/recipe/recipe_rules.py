@@ -473,7 +473,6 @@ _ADDRESSABLE = 2**63  # bytes; sizes are signed 64-bit integers
 
 
 def check_addressable(recipe: Recipe) -> None:
-    """Check that the size of the parameters in bytes fits into 64 bits."""
     parameters = recipe.model.account().parameter_count
     if parameters * recipe.precision.formats().master_bytes >= _ADDRESSABLE:
         # The largest whole number among the model's fields is the likely mistake.

@@ -96,28 +96,16 @@ def check_overrides(overrides: Sequence[str]) -> None:
             value = override.value()
         except (HydraException, ValueError, TypeError, AttributeError):
             continue
-        for each in _choices(value):
-            if key == "hydra.searchpath":
-                check_search_path(each)
-            for path, code in _code(each, key, within_hydra=key.startswith("hydra")):
-                raise ConfigError(path, code, _RULE, _CURE)
-    for text in overrides:
-        key, _, typed = text.lstrip("+~").partition("=")
+        if key == "hydra.searchpath":
+            check_search_path(value)
+        for path, code in _code(value, key, within_hydra=key.startswith("hydra")):
+            raise ConfigError(path, code, _RULE, _CURE)
         if key.partition("@")[0] in _LOGGING:
             raise ConfigError(key, typed, _UNREAD, _LOGS)
         if key == "hydra":
             raise ConfigError(key, typed, _UNREAD, "leave it out: titanlab train --help has the keys of a recipe")
         if key.startswith("hydra."):
             _check_setting(key.removeprefix("hydra."), typed)
-
-
-def _choices(value: Any) -> Iterator[Any]:
-    """The values of a `choice(…)`, which may have others inside; of any other value the value itself."""
-    if isinstance(value, ChoiceSweep):
-        for choice in value.list:
-            yield from _choices(choice)
-    else:
-        yield value
 
 
 def check_file(content: Mapping[Any, Any], within: str, option: str, file: object) -> None:
@@ -174,17 +162,20 @@ def check_size(text: str, file: object) -> None:
 
 def check_search_path(entries: Any) -> None:
     """Check that Hydra's search path names only packages with options of titanlab: Hydra imports them."""
-    for entry in entries if isinstance(entries, list) else [entries]:
-        text = entry.text if isinstance(entry, QuotedString) else str(entry)
-        if text.startswith("pkg://") and text.removeprefix("pkg://") not in conf_packages():
-            cure = "give a folder, or install a package with options: docs/models-of-your-own.md"
-            raise ConfigError("hydra.searchpath", text, "would import a module, and a config never runs code", cure)
+    if isinstance(entries, ChoiceSweep | list):
+        for entry in entries.list if isinstance(entries, ChoiceSweep) else entries:
+            check_search_path(entry)
+        return
+    text = entries.text if isinstance(entries, QuotedString) else str(entries)
+    if text.startswith("pkg://") and text.removeprefix("pkg://") not in conf_packages():
+        cure = "give a folder, or install a package with options: docs/models-of-your-own.md"
+        raise ConfigError("hydra.searchpath", text, "would import a module, and a config never runs code", cure)
 
 
 def _code(node: Any, path: str, *, within_hydra: bool) -> Iterator[tuple[str, Any]]:
     """Keys, with their values, by which a config would run code."""
-    if isinstance(node, QuotedString):
-        node = node.text
+    if isinstance(node, QuotedString | ChoiceSweep):
+        node = node.text if isinstance(node, QuotedString) else node.list
     # A key of a mapping in an override may have quotes.
     last = path.rpartition(".")[2].strip("'\"")
     if last in (_TARGET, "()") or (within_hydra and last == "class" and node not in _CLASSES):
@@ -205,7 +196,6 @@ def own_start_error(key: str, value: str | None) -> ConfigError:
 
 
 def _variable(name: str, default: Any = None) -> Any:
-    """The resolver of `${oc.env:NAME}` and `${oc.env:NAME,default}`."""
     if name not in VARIABLES:
         rule = "a variable of the environment may be a secret, and recipes are written down and sent to trackers"
         raise ConfigError("oc.env", name, rule, "give the value itself; docs/configuration.md lists what may be read")
