@@ -410,8 +410,8 @@ def _experts() -> Iterable[str]:
         235B: a term is wrong. The published rows with tensor parallelism gather and scatter along the second dim, for
         which torch copies the whole tensor before or after each collective (`torch.distributed`,
         `all_gather_tensor` and `reduce_scatter_tensor`); and KempnerForge scatters the gradients of the inputs of five
-        layers, where the estimate has two (`kempnerforge/distributed/tensor_parallel.py` at 0c4eba1: each layer has
-        `input_layouts=Shard(1)`). titanlab does neither, but the fit puts their time into `link`. With both, `link` is
+        layers, where the estimate has two (its tensor_parallel.py at 0c4eba1: each layer redistributes its own input).
+        titanlab does neither, but the fit puts their time into `link`. With both, `link` is
         0.68 instead of 0.43, the cross-validated error 3.2 %, that of the AsyncTP table 1.8 %, 21 of 21 pairs are in
         order, and FSDP with TP 2 and experts divided is the third answer, 0.1 % behind the fastest. The fit does not
         have these readings yet.
