@@ -271,7 +271,8 @@ def _throughput(fit: Mapping[str, Any]) -> Iterable[str]:
         9 and 10 give 127 to 136 µs for the first part and 223 for each hop; row 8 would then reach 2,070 tokens/s, and
         reached 2,540. So no rate fits all four rows. A ring without balance would need twice the first part for a hop;
         torch's is balanced (pytorch/pytorch#132442). TorchTitan's ring also sends keys and values repeated to all
-        heads, and merges in float32: by arithmetic about a quarter of what is missing, if nothing hides it. Tensor parallelism: two GPUs of KempnerForge
+        heads, and merges in float32: by arithmetic about a quarter of what is missing, if nothing hides it.
+        Tensor parallelism: two GPUs of KempnerForge
         are a third slower than one. A part of that is known and not yet in the fit, see the layouts of experts below.
         Row 41 is rowwise float8 with AsyncTP, which torch did not fuse at that time: it is estimated without AsyncTP.
     """)
@@ -397,7 +398,8 @@ def _experts() -> Iterable[str]:
     """)
     yield _table("| model | GPUs | expert | first answer | longer by | why |", [list(row) for row in EXPERTS])
     yield _filled("""
-        70B: llm-foundry, with FSDP alone, bfloat16, full checkpointing and 2,048 tokens, trains 70B with 1,039 tokens/s on 64 H100 and 1,035 on 256, 421 and 419 model TFLOP/s
+        70B: llm-foundry, with FSDP alone, bfloat16, full checkpointing and 2,048 tokens, trains 70B with 1,039
+        tokens/s on 64 H100 and 1,035 on 256, 421 and 419 model TFLOP/s
         (mosaicml/llm-foundry@8c8dd48, scripts/train/benchmarking/README.md); Megatron-Core with TP 8 and PP 2 reaches
         419.7 on 768 H100 (NVIDIA/Megatron-LM@d98e8a64, images/model_table.png). So FSDP alone is about as fast. No
         table has both on as many GPUs.
