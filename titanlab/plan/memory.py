@@ -216,20 +216,22 @@ def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: i
     """
     own = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
     places = {stage: place for place, stage in enumerate(own)}
-    alive, states, has_more = [0] * 2 * len(own), set(), False
+    stages, states, has_more = len(own), set(), False
+    alive, forward, of_input, of_weight = [0] * 2 * stages, Kind.FORWARD, Kind.INPUT, Kind.WEIGHT
     for stage, kind, _ in actions_of(schedule, ranks, microbatches)[rank]:
         place = places[stage]
-        if kind is Kind.FORWARD:
+        if kind is forward:
             alive[place] += 1
+            has_more = True
+            continue
+        if has_more:
+            states.add(tuple(alive))
+        has_more = kind is of_input
+        if kind is of_weight:
+            alive[place + stages] -= 1
         else:
-            if has_more:
-                states.add(tuple(alive))
-            if kind is Kind.WEIGHT:
-                alive[place + len(own)] -= 1
-            else:
-                alive[place] -= 1
-                alive[place + len(own)] += kind is Kind.INPUT
-        has_more = kind is Kind.FORWARD or kind is Kind.INPUT
+            alive[place] -= 1
+            alive[place + stages] += has_more
     return frozenset(states)
 
 

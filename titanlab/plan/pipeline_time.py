@@ -256,10 +256,10 @@ def least_idle(
         first, last = numbers[0], numbers[-1]
         most = min(kept, microbatches) * len(numbers)
         gradient = forward_before[-1] + backward_before[-1] - backward_before[last + 1]
-        ahead = most * max(stages[number].forward for number in numbers)
+        ahead = most * max([stages[number].forward for number in numbers])
         begin = max(forward_before[first], gradient - ahead)
-        weights = most * max(stages[number].weights for number in numbers) if splits else 0.0
+        weights = most * max([stages[number].weights for number in numbers]) if splits else 0.0
         idle[rank] = begin + max(0.0, backward_before[first] - weights)
-        busy[rank] = microbatches * sum(sum(stages[number]) for number in numbers)
+        busy[rank] = microbatches * sum([sum(stages[number]) for number in numbers])
     longest: float = max(busy[rank] + idle[rank] for rank in own)
     return longest - max(busy.values())

@@ -154,7 +154,7 @@ class LayoutSpace:
         self._legal = functools.cache(self._legal_schedules)
         self._parallelism = functools.cache(self._with_degrees)
         self._reducing_last = functools.cache(
-            lambda layout: dataclasses.replace(self._parallelism(layout), reduce_gradients="last")
+            lambda layout: _changed(self._parallelism(layout), layout=layout, reduce_gradients="last")
         )
         self._training = functools.cache(lambda size: dataclasses.replace(recipe.training, microbatch=size))
 
@@ -330,9 +330,10 @@ class LayoutSpace:
 
     def _with_degrees(self, layout: Layout) -> Parallelism:
         own = self.recipe.parallelism
-        return dataclasses.replace(
+        return _changed(
             own,
-            **layout.degrees(),  # type: ignore[arg-type]
+            **layout.degrees(),
+            layout=layout,
             expert=layout.expert,
             # AsyncTP needs tensor parallelism.
             async_tensor=own.async_tensor and layout.tensor > 1,
@@ -342,11 +343,19 @@ class LayoutSpace:
         )
 
 
+def _changed(parallelism: Parallelism, *, layout: Layout, **values: Any) -> Parallelism:
+    """A copy for a layout with other values, which the space has chosen: a new config would check each of them."""
+    made = copy.copy(parallelism)
+    vars(made).update(values, layout=layout)
+    return made
+
+
 def reducing_each(recipe: Recipe) -> Recipe:
     """The recipe with a reduction of gradients after each microbatch, as `auto` if that is the same."""
     found = copy.copy(recipe)
     for choice in ("auto", "each"):
-        vars(found).update(parallelism=dataclasses.replace(recipe.parallelism, reduce_gradients=choice))
+        changed = _changed(recipe.parallelism, layout=recipe.layout, reduce_gradients=choice)
+        vars(found).update(parallelism=changed)
         if found.reduces_each:
             break
     return found

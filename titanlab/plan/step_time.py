@@ -68,7 +68,8 @@ def step_time(
     Raises:
         ConfigError: the pipeline's split or schedule does not fit the model or the batch.
     """
-    formats, fsdp = recipe.precision.formats(), _is_fsdp(recipe)
+    formats = recipe.precision.formats()
+    fsdp = recipe.layout.data_parallelism(mixed=formats.mixed) == "fsdp2"
     known, busiest = blocks or blocks_time(recipe, machine, pipeline)
     parts = dict(known)
     # The optimizer reads and writes trained parameters, gradients (which have the size of the parameters) and states.
@@ -82,7 +83,10 @@ def step_time(
         blocks_of = [piece for name, piece in pieces.items() if is_in_block(name)]
         block = PieceBytes(*(sum(column) // len(blocks_of) for column in zip(*blocks_of, strict=True)))
     parameters = busiest.blocks * block.trained + sum(piece.trained for piece in others)
-    _add_data_parallel(recipe, machine, busiest, parameters, parts)
+    if fsdp:
+        _add_fsdp(recipe, machine, busiest, parts)
+    else:
+        _add_whole_gradients(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)
     # Without clipping the factor is 1: on a CPU scaling is skipped; on a GPU the host does not wait to read the factor.
     scales = recipe.training.max_grad_norm is not None or recipe.cluster.accelerator != "cpu"
@@ -109,10 +113,6 @@ def least_seconds(recipe: Recipe, machine: Machine, blocks: BlocksTime) -> float
     """
     seconds = sum(blocks[0].values())
     return seconds + _straggling(recipe, machine, seconds)
-
-
-def _is_fsdp(recipe: Recipe) -> bool:
-    return recipe.layout.data_parallelism(mixed=recipe.precision.formats().mixed) == "fsdp2"
 
 
 def _straggling(recipe: Recipe, machine: Machine, seconds: float) -> float:
@@ -149,27 +149,29 @@ def blocks_time(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) ->
     return parts, busiest
 
 
-def _add_data_parallel(
+def _add_whole_gradients(
     recipe: Recipe, machine: Machine, stage: RankTime, parameters: int, parts: dict[str, float]
 ) -> None:
-    """Add the time to add gradients of microbatches, and the exposed time to sum them and to gather parameters.
+    """Add the time to add gradients of microbatches, and the exposed time of DDP to sum them.
 
     Args:
         parameters: bytes of the rank's stored parameters that are trained.
     """
+    parts["compute"] += (recipe.microbatches - 1) * parameters * 3 / _eager(machine)
+    if recipe.layout.replicate > 1:
+        # Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed.
+        axis = axis_of(recipe.layout, "replicate", machine.per_node)
+        size = model_facts(recipe.model).account.parameter_count * recipe.precision.formats().master_bytes
+        wire = 2 * size * (axis.ranks - 1) / axis.ranks
+        buckets = max(1.0, size / (25 * 2**20))
+        summing = machine.collective_seconds(axis, wire, count=buckets, hops=2 * (axis.ranks - 1))
+        parts["replicate"] += exposed(stage.whole.back, summing * (1 - 1 / buckets), machine) + summing / buckets
+
+
+def _add_fsdp(recipe: Recipe, machine: Machine, stage: RankTime, parts: dict[str, float]) -> None:
+    """Add the time to add gradients of microbatches, and the exposed time to sum them and to gather parameters."""
     layout, formats, blocks = recipe.layout, recipe.precision.formats(), stage.blocks
     facts, microbatches = model_facts(recipe.model), recipe.microbatches
-    if not _is_fsdp(recipe):
-        parts["compute"] += (microbatches - 1) * parameters * 3 / _eager(machine)
-        if layout.replicate > 1:
-            # Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed.
-            axis = axis_of(layout, "replicate", machine.per_node)
-            size = facts.account.parameter_count * formats.master_bytes
-            wire = 2 * size * (axis.ranks - 1) / axis.ranks
-            buckets = max(1.0, size / (25 * 2**20))
-            summing = machine.collective_seconds(axis, wire, count=buckets, hops=2 * (axis.ranks - 1))
-            parts["replicate"] += exposed(stage.whole.back, summing * (1 - 1 / buckets), machine) + summing / buckets
-        return
     # Each unit counts once, and the pipeline is the outermost axis: its degree changes nothing.
     degrees = (layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert)
     seen = Seen((recipe.model, recipe.precision, recipe.cluster.accelerator, *degrees), recipe)
@@ -244,9 +246,8 @@ class ShardingTraffic(NamedTuple):
 
 
 def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> ShardingTraffic:
-    """FSDP2's communication for the pieces of one stage."""
-    once = replace(step, reduces_each=False)
-    rows, layout = rows_of(add_sharding, once, Coordinate(), 0, pieces), step.layout
+    """FSDP2's communication for the pieces of one stage, whose gradients are reduced once."""
+    rows, layout = rows_of(add_sharding, step, Coordinate(), 0, pieces), step.layout
     fsdp, replicate = (axis_of(layout, name, machine.per_node) for name in ("fsdp", "replicate"))
     experts = axis_of(layout, "expert_shard", machine.per_node)
     gathers = [row for row in rows if row.kind == "all_gather"]
@@ -271,5 +272,5 @@ def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Shardi
 def _sharding(seen: Seen, machine: Machine, pieces: tuple[str, ...]) -> ShardingTraffic:
     recipe = seen.recipe
     layout = replace(recipe.layout, pipeline=1)
-    step = replace(step_of(recipe, account=model_facts(recipe.model).sample), layout=layout)
+    step = replace(step_of(recipe, account=model_facts(recipe.model).sample), layout=layout, reduces_each=False)
     return sharding_of(step, pieces, machine)

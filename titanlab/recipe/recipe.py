@@ -154,7 +154,10 @@ class Recipe:
     @property
     def reduces_each(self) -> bool:
         """Whether gradients are reduced after each microbatch, and not only after the last one."""
-        choice, layout, formats = self.parallelism.reduce_gradients, self.layout, self.precision.formats()
+        choice, layout = self.parallelism.reduce_gradients, self.layout
+        if choice == "last":
+            return False
+        formats = self.precision.formats()
         if layout.data_parallelism(mixed=formats.mixed) == "none":
             return False
         if choice != "auto" or layout.pipeline > 1 or layout.fsdp == 1 or self.microbatches == 1:

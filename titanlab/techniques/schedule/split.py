@@ -154,9 +154,9 @@ def _search(costs: Sequence[float], placement: Sequence[int], *, load: float, wi
     infeasible: set[tuple[object, ...]] = set()
     tried = 0
 
-    def may_fit(stage: int, begin: int, left: Sequence[float]) -> bool:
+    def may_fit(begin: int, left: Sequence[float]) -> bool:
         """Whether simple bounds allow the remaining pieces to fit into the room of the ranks that are left."""
-        if fewest[begin] > stages - stage or sums[pieces] - sums[begin] > sum(left):
+        if sums[pieces] - sums[begin] > sum(left):
             return False
         return median <= 0 or heavy[begin] <= sum([int(room / median) for room in left])
 
@@ -173,16 +173,21 @@ def _search(costs: Sequence[float], placement: Sequence[int], *, load: float, wi
         nonlocal tried
         if stage == stages:
             return [] if begin == pieces else None
+        if tried >= PATIENCE or fewest[begin] > stages - stage:
+            return None
         left = [room[rank] for rank in open_ranks[stage]]
         position = (stage, begin, *left)
-        if tried >= PATIENCE or position in infeasible or not may_fit(stage, begin, left):
+        if position in infeasible or not may_fit(begin, left):
             return None
         rank = placement[stage]
-        for end in possible_ends(stage, begin, room[rank]):
+        own = room[rank]
+        for end in possible_ends(stage, begin, own):
             tried += 1
-            rest = search(stage + 1, end, {**room, rank: room[rank] - (sums[end] - sums[begin])})
+            room[rank] = own - (sums[end] - sums[begin])
+            rest = search(stage + 1, end, room)
             if rest is not None:
                 return [begin, *rest]
+        room[rank] = own
         infeasible.add(position)
         return None
 
