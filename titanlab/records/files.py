@@ -68,7 +68,8 @@ def as_typed(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int
         rule = f"{path} has schema {value['schema']}, and this version of titanlab reads schema {schema}"
         raise ConfigError("schema", value["schema"], rule, "use the version that made it")
     try:
-        return msgspec.convert(value, kind)
+        # `str_keys`: JSON's keys are texts, also those of a mapping from numbers.
+        return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
         rule, _, place = str(error).partition(" - at ")
         if (missing := re.fullmatch(r"Object missing required field `(\w+)`", rule)) and not place:
