@@ -85,9 +85,9 @@ def rows_of(pool, tmp_path):
 @pytest.mark.parametrize(
     "given",
     [
-        {"pipeline": 2, "shard": 2, "microbatch": 1},
+        {"shard": 2},
         pytest.param({"tensor": 2, "shard": 2}, marks=pytest.mark.full),
-        pytest.param({"shard": 2}, marks=pytest.mark.full),
+        pytest.param({"pipeline": 2, "shard": 2, "microbatch": 1}, marks=pytest.mark.full),
         pytest.param({"context": 2, "precision": Bf16()}, marks=pytest.mark.full),
         pytest.param({"replicate": 2, "shard": 2, "tensor": 2, "microbatch": 2}, marks=pytest.mark.full),
         pytest.param({"pipeline": 2, "tensor": 2, "pipeline_schedule": ZBV()}, marks=pytest.mark.full),
