@@ -25,12 +25,19 @@ RESTORE = "restore that file, or the run's folder"
 T = TypeVar("T")
 
 
-def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file.
+def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
+    """The object in a JSON file as a dataclass; None if there is no file. Keys of a later version are left out.
+
+    Args:
+        schema: the number of the schema in the file, if it has one.
+        cure: the error's advice about a damaged file.
 
     Raises:
-        ConfigError: the file cannot be read, or does not contain an object.
+        ConfigError: the file cannot be read, its schema differs, or a value has the wrong type.
     """
+    # Imported here: the import takes time, and `titanlab --help` reads no records.
+    import msgspec
+
     try:
         value = loaded(read_text(path))
     except (FileNotFoundError, NotADirectoryError):
@@ -42,28 +49,6 @@ def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
         raise ConfigError("run", path, f"is not JSON ({error})", cure) from error
     if not isinstance(value, dict):
         raise ConfigError("run", path, f"holds {type(value).__name__}, not an object", cure)
-    return value
-
-
-def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
-    """The object in a JSON file as a dataclass; None if there is no file. Keys of a later version are left out.
-
-    Args:
-        schema: the number of the schema in the file, if it has one.
-        cure: the error's advice about a damaged file.
-
-    Raises:
-        ConfigError: the file cannot be read, its schema differs, or a value has the wrong type.
-    """
-    value = read_object(path, cure=cure)
-    return None if value is None else as_typed(path, value, kind, schema=schema, cure=cure)
-
-
-def as_typed(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int, cure: str = RESTORE) -> T:
-    """An object as a dataclass, as for `read_typed`."""
-    # Imported here: the import takes time, and `titanlab --help` reads no records.
-    import msgspec
-
     if value.get("schema", schema) != schema:
         rule = f"{path} has schema {value['schema']}, and this version of titanlab reads schema {schema}"
         raise ConfigError("schema", value["schema"], rule, "use the version that made it")
