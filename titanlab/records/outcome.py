@@ -28,19 +28,12 @@ _TRACEBACK_LIMIT = 20_000
 
 
 class OutcomeKind(enum.StrEnum):
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        exit_code: of the process; it identifies the kind even if the process wrote no result.
-        meaning: one sentence for people.
-        may_continue: whether the same recipe can succeed if it resumes from the last checkpoint.
-        automatic: whether a scheduler should resume the run without asking a person: the run did not cause its end.
-    """
-
-    exit_code: int
-    meaning: str
-    may_continue: bool
-    automatic: bool
+    exit_code: int  # of the process; it identifies the kind even if the process wrote no result
+    meaning: str  # one sentence for people
+    may_continue: bool  # whether the same recipe can succeed if it resumes from the last checkpoint
+    automatic: bool  # whether a scheduler should resume the run without asking a person: the run did not cause its end
 
     # With defaults, because type checkers treat `OutcomeKind(word)` as a call of this method.
     def __new__(cls, word: str, exit_code: int = 1, meaning: str = "", follows: str = "") -> OutcomeKind:
