@@ -54,11 +54,7 @@ class RunComparison:
 
 
 def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
-    """Compare the logs of two runs.
-
-    Raises:
-        ConfigError: a run has not finished, or the recipes do not train the same.
-    """
+    """Compare the logs of two runs. ConfigError: a run has not finished, or the recipes do not train the same."""
     if first.path.resolve() == second.path.resolve():
         raise ConfigError("run", second.path.name, "is both runs", "name two runs, or a recipe for a proof")
     a, b = _read(first), _read(second)

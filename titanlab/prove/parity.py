@@ -113,11 +113,7 @@ def trace(recipe: Recipe, run: RunFolder, ranks: Ranks) -> TrainingTrace:
 
 
 def compare(reference: TrainingTrace, candidate: TrainingTrace) -> TraceDifference:
-    """Compare a trace with a reference.
-
-    Raises:
-        ValueError: they have different steps or tensors, and cannot be compared.
-    """
+    """Compare a trace with a reference. ValueError: they have different steps or tensors, and cannot be compared."""
     return TraceDifference(
         loss=_relative(reference.losses, candidate.losses, "losses"),
         grad_norm=_relative(reference.grad_norms, candidate.grad_norms, "gradient norms"),

@@ -79,11 +79,7 @@ class Prover:
             yield self._row(case, recipe)
 
     def trained(self, recipe: Recipe) -> Sequence[TrainingTrace]:
-        """The traces of all ranks.
-
-        Raises:
-            TitanlabError: the run has failed, now or before.
-        """
+        """The traces of all ranks. TitanlabError: the run has failed, now or before."""
         key = content_key(recipe)
         if key not in self._traces:
             try:

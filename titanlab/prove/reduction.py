@@ -274,11 +274,7 @@ def reduce_all(
 
 
 def _reduce(case: Folded, sizes: Sizes, *, steps: int, runs: str, inductor: bool, saves: bool) -> Reduced:
-    """The recipe in these sizes.
-
-    Raises:
-        ConfigError: it cannot be reduced.
-    """
+    """The recipe in these sizes. ConfigError: it cannot be reduced."""
     recipe, layout = case.recipe, case.layout
     notes: list[str] = []
     model = _model(recipe, sizes, notes)
