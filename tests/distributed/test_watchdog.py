@@ -17,6 +17,7 @@ from titanlab.records import Collective, GroupRecord, Messages, read_hang, write
 
 HERE = """
     import ctypes, json, queue, sys, time
+    from dataclasses import asdict
     from titanlab.distributed import Watchdog, hang
     hang.LINGER_SECONDS = 0.1
     hang._NATIVE_MARGIN_SECONDS = 0.5
@@ -29,7 +30,7 @@ HERE = """
     def note(outcome, record):
         assert (record.rank, record.step, record.phase) == (outcome.rank, outcome.step, outcome.cause[:len(record.phase)])
         assert (record.state == "waits", record.state in outcome.cause) == (outcome.echo, True)
-        print(json.dumps(outcome.to_mapping()), flush=True)
+        print(json.dumps(asdict(outcome)), flush=True)
 
     asked = []
     dog = Watchdog(

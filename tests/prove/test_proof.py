@@ -288,18 +288,18 @@ def test_rows_of_runs_that_were_proved_again_replace_the_earlier_ones(tmp_path):
 def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
     write_parity(tmp_path, [], reference="x")
     threads = []
-    write = proof.write_json
+    write = proof.write_typed
 
-    def slowly(path, value):
+    def slowly(path, value, *, schema):
         if not threads:
             threads.append(
                 threading.Thread(target=write_parity, args=(tmp_path, [proved("b")]), kwargs={"reference": "x"})
             )
             threads[0].start()
             threads[0].join(0.1)
-        write(path, value)
+        write(path, value, schema=schema)
 
-    monkeypatch.setattr(proof, "write_json", slowly)
+    monkeypatch.setattr(proof, "write_typed", slowly)
     write_parity(tmp_path, [proved("a")], reference="x")
     threads[0].join()
     assert [row.run for row in read_parity(tmp_path).rows] == ["a", "b"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +13,7 @@ from titanlab.errors import TitanlabError
 from titanlab.prove import tolerances
 from titanlab.prove.reduction import Candidate, Reduced, in_fp32, on_one_process, reduce_all
 from titanlab.recipe import Recipe, to_mapping
-from titanlab.records import OutcomeKind, claimed, read_typed
-from titanlab.system import write_json
+from titanlab.records import OutcomeKind, claimed, read_typed, write_typed
 from titanlab.techniques.precision.cast_schema import Fp32
 
 if TYPE_CHECKING:
@@ -260,5 +258,5 @@ def write_parity(sweep: Path, rows: Sequence[ProofRow], *, reference: str) -> Pa
         earlier, now = read_parity(sweep), {row.run for row in rows}
         kept = [row for row in earlier.rows if row.run not in now] if earlier is not None else []
         made = ParityFile(rows=(*kept, *rows), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), reference=reference)
-        write_json(sweep / PARITY_FILE, {"schema": PARITY_SCHEMA, **dataclasses.asdict(made)})
+        write_typed(sweep / PARITY_FILE, made, schema=PARITY_SCHEMA)
     return sweep / PARITY_FILE

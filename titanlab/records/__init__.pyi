@@ -9,6 +9,7 @@ from .files import loaded as loaded
 from .files import read_config as read_config
 from .files import read_optional as read_optional
 from .files import read_typed as read_typed
+from .files import write_typed as write_typed
 from .files import yaml_excess as yaml_excess
 from .hang import CodeLine as CodeLine
 from .hang import Collective as Collective

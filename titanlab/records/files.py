@@ -13,13 +13,14 @@ import json
 import marshal
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from titanlab.errors import ConfigError
-from titanlab.system import parse_json, read_text
+from titanlab.system import parse_json, read_text, write_json
 
 RESTORE = "restore that file, or the run's folder"
 T = TypeVar("T")
@@ -61,6 +62,11 @@ def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -
             raise ConfigError(missing[1], None, f"is missing in {path}", cure) from error
         key = (re.findall(r"\w+", place.partition("$")[2]) or ["run"])[0]
         raise ConfigError(key, value.get(key), f"{rule[0].lower()}{rule[1:]} in {path}", cure) from error
+
+
+def write_typed(path: Path, record: Any, *, schema: int, durable: bool = False) -> None:
+    """Write a dataclass for `read_typed`; numbers that are not finite become null."""
+    write_json(path, {"schema": schema, **asdict(record)}, durable=durable)
 
 
 def read_optional(path: Path) -> dict[str, Any] | None:

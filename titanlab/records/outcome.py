@@ -16,13 +16,12 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.system import disk_fault, finite
+from titanlab.system import disk_fault
 
-SCHEMA = 1
 _CAUSE_LIMIT = 500
 _TRACEBACK_LIMIT = 20_000
 
@@ -84,11 +83,6 @@ class Outcome:
     ended: float = field(default_factory=time.time)  # seconds since the epoch
     metrics: Mapping[str, Any] = field(default_factory=dict)  # medians, last loss, …, named as in metrics.jsonl
     scheduler: Mapping[str, Any] | None = None  # its record of the job: `job_id`, `state`, `exit_code`
-
-    def to_mapping(self) -> dict[str, Any]:
-        """The content of result.json; numbers that are not finite become null."""
-        mapping: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self), "kind": self.kind.value})
-        return mapping
 
 
 _OOM = re.compile(
