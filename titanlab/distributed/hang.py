@@ -288,7 +288,10 @@ class Watchdog:
             self._note(outcome, record)
             if record is not None:
                 # torch may take seconds to look up the lines of thousands of collectives; the record is written before.
-                self._note(outcome, replace(record, collectives=self._place(with_lines=True)["collectives"]))
+                lined = self._place(with_lines=True)["collectives"]
+                # A recorder that does not answer in time must not cost the record its collectives.
+                if len(lined) >= len(record.collectives):
+                    self._note(outcome, replace(record, collectives=lined))
         time.sleep(max(noted + LINGER_SECONDS - time.monotonic(), 0.0))
         os._exit(OutcomeKind.HANG.exit_code)
 
