@@ -6,9 +6,9 @@ import pytest
 
 from tests import tiny
 from tests.distributed.test_hang import silent, waits
-from tests.records.test_hang import values
+from tests.records.test_hang import stored, values
 from titanlab.records import Outcome, OutcomeKind, write_hang
-from titanlab.records.hang import hang_folder, parse_hang
+from titanlab.records.hang import hang_folder
 
 VERB = "diagnose"
 
@@ -19,7 +19,7 @@ GROUPS = {"0": {"axis": "shard", "ranks": [0, 1, 2]}}
 def run(tmp_path):
     made = tiny.begin(tiny.recipe(tmp_path, shard=3))
     for rank in (0, 2):
-        write_hang(made, 1, parse_hang(values(rank=rank, groups=GROUPS)))
+        write_hang(made, 1, stored(rank=rank, groups=GROUPS))
         made.write_failure(waits(rank))
     made.write_failure(silent(1))
     return made
@@ -47,8 +47,8 @@ def test_the_verdict_the_table_and_the_stacks(run, say):
 
 def test_a_rank_that_computes_and_its_last_collective(run, say):
     done = [{**values()["collectives"][0], "sequence": 2, "is_done": True}]
-    late = values(rank=2, groups=GROUPS, state="computes", activity="data", collectives=done, stack=[])
-    write_hang(run, 1, parse_hang(late))
+    late = stored(rank=2, groups=GROUPS, state="computes", activity="data", collectives=done, stack=[])
+    write_hang(run, 1, late)
     lines = say(run.path)[1].splitlines()
     assert (
         "2     computes (data)                                    step 4  all_reduce (shard, sequence number 2): done"
@@ -73,7 +73,7 @@ def test_a_damaged_record_is_named_and_the_rest_is_analysed(run, say):
     path.write_text("{")
     code, out, err = say(run.path)
     assert code == 0
-    assert err.startswith(f"warning: {path}: is not JSON (")
+    assert err.startswith(f"warning: run={path}: is not JSON (")
     assert err.count("\n") == 1
     assert "rank 1 does not answer: its process is stopped (SIGSTOP); rank 0 waits in all_reduce" in out
     assert "\n2     damaged\n" in out

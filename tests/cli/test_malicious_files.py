@@ -9,11 +9,10 @@ import shutil
 import pytest
 import yaml
 
-from tests.records.test_hang import values
+from tests.records.test_hang import stored
 from tests.sweep.made import Made, begin, end, train
 from titanlab.cli import main
 from titanlab.records import Outcome, OutcomeKind, RunFolder, write_hang
-from titanlab.records.hang import parse_hang
 
 VERBS = (
     *("resume bad", "generate bad", "export bad --into out", "sync --rebuild bad", "diagnose bad", "checkpoints bad"),
@@ -42,7 +41,7 @@ def made(tmp_path, monkeypatch):
     begin(run, job={"schema": 1, "job_id": "12", "start": "x"})
     train(run)
     end(run, "crash", cause="planted")
-    write_hang(run, 1, parse_hang(values()))
+    write_hang(run, 1, stored())
     sweep.submit(run)
     attempt = run.attempt_folder(1)
     (attempt / "failures").mkdir()

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -213,7 +213,7 @@ def test_a_config_that_was_edited_by_hand_is_no_longer_the_runs(command, saved_r
     assert "  lr: 0.001\n" in text
     file.write_text(text.replace("  lr: 0.001\n", "  lr: 0.1\n"))
     (saved_run / "result.json").write_text(
-        json.dumps(Outcome(kind=OutcomeKind.DONE, attempt=1, step=3, steps=3).to_mapping())
+        json.dumps(asdict(Outcome(kind=OutcomeKind.DONE, attempt=1, step=3, steps=3)))
     )
     row = {"kind": "train", "attempt": 1, "step": 3, "tokens_seen": 5, "time": 1.0, "loss": 1.0, "grad_norm": 1.0}
     (saved_run / "metrics.jsonl").write_text(json.dumps(row) + "\n")

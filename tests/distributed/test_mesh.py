@@ -54,33 +54,23 @@ def of_every_rank(layout, function):
 @every
 def test_every_rank_has_a_place_of_its_own(layout):
     """In the order of the axes, of which the last is innermost: neighbours on a host share the most."""
-    places = of_every_rank(layout, lambda mesh: tuple(mesh.coordinate(axis) for axis in layout.degrees()))
+    found = of_every_rank(
+        layout, lambda mesh: (mesh.data_rank, {axis: mesh.coordinate(axis) for axis in layout.degrees()})
+    )
+    places = [tuple(place.values()) for _, place in found]
     assert len(set(places)) == layout.world
     assert places == sorted(places)
+    # Ranks that read other data have other numbers, and those that share their sequences have the same.
+    assert {number for number, _ in found} == set(range(layout.data))
+    assert len({(number, *(place[axis] for axis in DATA_AXES)) for number, place in found}) == layout.data
 
 
 @every
-def test_ranks_that_read_other_data_have_other_numbers(layout):
-    def place(mesh):
-        return mesh.data_rank, tuple(mesh.coordinate(axis) for axis in DATA_AXES)
-
-    places = of_every_rank(layout, place)
-    assert {number for number, _ in places} == set(range(layout.data))
-    # One number for one place: ranks that share their sequences have the same.
-    assert len(set(places)) == layout.data
-
-
-@every
-def test_fsdp_shards_over_all_axes_that_shard_and_replicates_over_the_others(layout):
+def test_fsdp_shards_over_all_axes_that_shard_and_each_axis_of_several_ranks_has_a_group(layout):
     with rank_of(layout, 0) as mesh:
-        sizes = mesh.data_parallel.mesh.shape
-    assert tuple(sizes) == ((layout.fsdp,) if layout.replicate == 1 else (layout.replicate, layout.fsdp))
-
-
-@every
-def test_there_is_a_group_for_each_axis_with_several_ranks(layout):
-    with rank_of(layout, 0) as mesh:
+        sharded = mesh.data_parallel.mesh.shape
         sizes = {name: group.size() for name, group in mesh.groups().items()}
+    assert tuple(sharded) == ((layout.fsdp,) if layout.replicate == 1 else (layout.replicate, layout.fsdp))
     assert all(size > 1 for size in sizes.values())
     for axis, degree in layout.degrees().items():
         if degree > 1 and axis != "shard":
@@ -91,15 +81,17 @@ def test_there_is_a_group_for_each_axis_with_several_ranks(layout):
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.expert > 1], ids=lambda layout: layout.label)
 def test_ranks_that_share_experts_are_neighbours(layout):
-    groups = of_every_rank(layout, lambda mesh: tuple(mesh.expert_axis.mesh.tolist()))
+    found = of_every_rank(
+        layout, lambda mesh: (tuple(mesh.expert_axis.mesh.tolist()), tuple(mesh.expert_data_parallel.mesh.shape))
+    )
+    groups = [group for group, _ in found]
     assert set(groups) == {
         tuple(range(first, first + layout.expert)) for first in range(0, layout.world, layout.expert)
     }
     for rank, group in enumerate(groups):
         assert rank in group
-    shards = of_every_rank(layout, lambda mesh: mesh.expert_data_parallel.mesh.shape)
     replicas = () if layout.replicate == 1 else (layout.replicate,)
-    assert {tuple(shape) for shape in shards} == {(*replicas, layout.expert_shard)}
+    assert {shape for _, shape in found} == {(*replicas, layout.expert_shard)}
 
 
 def test_an_axis_is_one_object():

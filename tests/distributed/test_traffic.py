@@ -228,13 +228,13 @@ def test_each_collective_has_the_line_that_called_it(pool):
     assert quick == {None}
 
 
-def test_times_of_the_device_and_a_dump_that_names_a_class(dumps, monkeypatch):
+def test_times_of_the_device_and_a_dump_that_names_a_class(monkeypatch):
     times = {"time_discovered_started_ns": 3_000_000_000, "time_discovered_completed_ns": 5_000_000_000}
-    dumps([entry(1, **times), entry(2, time_discovered_started_ns=None)])
     frames = [{"filename": "/x/torch/distributed/c10d.py", "line": 3, "name": "all_reduce"}]
     frames.append({"filename": "/home/me/loss.py", "line": 12, "name": "mean"})
-    content = {"entries": [entry(1, process_group=("1", "mesh_shard"), frames=frames)]}
-    monkeypatch.setattr(traffic, "_DUMPS_WITH_LINES", (lambda: pickle.dumps(content), lambda: pickle.dumps(Path)))
+    entries = [entry(1, frames=frames, **times), entry(2, time_discovered_started_ns=None)]
+    dumped = pickle.dumps({"entries": entries})
+    monkeypatch.setattr(traffic, "_DUMPS_WITH_LINES", (lambda: dumped, lambda: pickle.dumps(Path)))
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     first, second = last_collectives(with_lines=True)
     assert (first.started, first.ended, second.started) == (3.0, 5.0, 0.0)

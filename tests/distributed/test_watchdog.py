@@ -1,7 +1,6 @@
 """A rank that does not come on: who is late, and how its process ends."""
 
 import json
-import re
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from titanlab.records import Collective, GroupRecord, Messages, read_hang, write
 
 HERE = """
     import ctypes, json, queue, sys, time
+    from dataclasses import asdict
     from titanlab.distributed import Watchdog, hang
     hang.LINGER_SECONDS = 0.1
     hang._NATIVE_MARGIN_SECONDS = 0.5
@@ -30,7 +30,7 @@ HERE = """
     def note(outcome, record):
         assert (record.rank, record.step, record.phase) == (outcome.rank, outcome.step, outcome.cause[:len(record.phase)])
         assert (record.state == "waits", record.state in outcome.cause) == (outcome.echo, True)
-        print(json.dumps(outcome.to_mapping()), flush=True)
+        print(json.dumps(asdict(outcome)), flush=True)
 
     asked = []
     dog = Watchdog(
@@ -55,16 +55,13 @@ def started(body, first=30.0):
 # What processes do; most of the time they wait, so that all but one do at once.
 BODIES = {
     "does not end": ("dog.step(1); dog.step(2); time.sleep(100)", 30.0),
-    "longer first step": ("time.sleep(1); dog.step(1); time.sleep(1); dog.step(2); dog.close(); time.sleep(1)", 30.0),
     "start does not end": ("time.sleep(100)", 0.4),
-    "pause": (
-        'dog.step(1); dog.step(2)\n    with dog.pausing("validation", 2):\n        time.sleep(1)\n    dog.ending(2); time.sleep(1)',
+    "longer first step and pause": (
+        'time.sleep(1); dog.step(1); time.sleep(1); dog.step(2)\n    with dog.pausing("validation", 2):\n        time.sleep(1)\n    dog.ending(2); time.sleep(1)',
         30.0,
     ),
     "computes": ("dog.step(1); dog.step(2)\n    while True: pass", 30.0),
     "others wait": ("dog.step(1); asked.append(1); time.sleep(100)", 30.0),
-    "slow": ("dog.step(1); time.sleep(0.7); dog.step(2); time.sleep(100)", 30.0),
-    "no step": ("dog.step(1); time.sleep(100)", 0.4),
     "waits": ("dog.step(1); dog.step(2); in_torch()", 30.0),
     "in Python's library": ("dog.step(1); dog.step(2); queue.Queue().get()", 30.0),
 }
@@ -90,15 +87,13 @@ def test_a_step_that_does_not_end(ended):
     assert "in slow_step" in done.stderr
 
 
-def test_the_start_and_the_first_step_may_take_longer(ended):
+def test_the_start_has_the_limit_of_the_first_step(ended):
     told = json.loads(ended("start does not end").stdout)
     assert told["cause"].startswith("the start did not end within 0.4")
-    done = ended("longer first step")
-    assert (done.returncode, done.stdout) == (0, "came on\n"), done.stderr
 
 
-def test_so_may_a_pause_between_steps(ended):
-    done = ended("pause")
+def test_the_first_step_and_a_pause_between_steps_may_take_longer(ended):
+    done = ended("longer first step and pause")
     assert (done.returncode, done.stdout) == (0, "came on\n"), done.stderr
 
 
@@ -123,14 +118,6 @@ def test_a_rank_that_others_wait_for_says_where_it_stands_before_its_own_limit(e
     assert told["cause"].startswith("step 1 had not ended after ")
     assert " s, when another rank reached its limit: rank 3 stands in slow_step (" in told["cause"]
     assert not told["echo"]
-
-
-def test_a_limit_that_is_too_short_names_its_key_and_how_long_steps_took(ended):
-    cause = json.loads(ended("slow").stdout)["cause"]
-    assert re.search(r"; the one step before it took [\d.]+ s; if it was only slow, try ", cause)
-    assert float(cause.partition("training.step_timeout_seconds=")[2]) >= 7
-    cause = json.loads(ended("no step").stdout)["cause"]
-    assert cause.endswith("; no step is complete yet; if it was only slow, try training.first_step_timeout_seconds=1")
 
 
 def steps_of(*seconds):

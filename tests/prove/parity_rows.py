@@ -154,7 +154,7 @@ ROWS = [
     _row(replicate=2, context=2),
     _row(pipeline=2, replicate=2),
     _row(context=2, tensor=2),
-    _row(pipeline=2, tensor=2, always=True),
+    _row(pipeline=2, tensor=2),
     _row(pipeline=2, context=2),
     # Split backwards and several stages a process, with what they could disturb.
     _row(pipeline=2, shard=2, schedule="zbv", always=True),
@@ -205,7 +205,7 @@ ROWS = [
     _row("tied embeddings", shard=2, context=2, microbatch=2, reduce_gradients="each"),
     _row("gaps in the labels", replicate=2, shard=2, tensor=2, microbatch=1, reduce_gradients="each"),
     _row(replicate=2, shard=2, context=2, microbatch=1, reduce_gradients="each"),
-    _row(pipeline=2, shard=2, reduce_gradients="each", always=True),
+    _row(pipeline=2, shard=2, reduce_gradients="each"),
     _row(pipeline=2, shard=2, schedule="gpipe", reduce_gradients="each", reshard_after_forward="always"),
     _row(pipeline=2, shard=2, schedule="interleaved_1f1b", reduce_gradients="each"),
     _row(pipeline=2, replicate=2, shard=2, reduce_gradients="each"),

@@ -22,13 +22,11 @@ class Row(OnLayout):
     Attributes:
         precision, ac: options by name.
         backend: that compiles blocks and loss; empty: nothing is compiled.
-        always: also in `make test`: one, with a policy and a compiler. tests/precision has rows of the precisions.
     """
 
     precision: str = "fp32"
     ac: str = "none"
     backend: str = ""
-    always: bool = False
 
     def options(self) -> list[str]:
         return [*super().options(), f"precision={self.precision}", f"ac={self.ac}", f"compile={self.backend}"]
@@ -47,12 +45,12 @@ class Row(OnLayout):
         return keys
 
 
-def _rows(given: Mapping[str, Any], *others: str, always: tuple[str, ...] = ()) -> list[Row]:
+def _rows(given: Mapping[str, Any], *others: str) -> list[Row]:
     """One row for each of `precision ac backend`."""
     made = []
-    for other in (*others, *always):
+    for other in others:
         precision, ac, backend = other.split()
-        made.append(Row(given, precision, ac, "" if backend == "eager" else backend, other in always))
+        made.append(Row(given, precision, ac, "" if backend == "eager" else backend))
     return made
 
 
@@ -137,7 +135,7 @@ ROWS = [
         "float8_tensorwise selective_op aot_eager",
         "float8_rowwise_with_gw_hp full eager",
         "float8_rowwise selective_layer eager",
-        always=("bf16 selective_op aot_eager",),
+        "bf16 selective_op aot_eager",
     ),
     *_rows(
         {"replicate": 2},
@@ -154,7 +152,6 @@ ROWS = [
 ]
 _NAMES = {row.name for row in ROWS}
 ROWS += [row for row in _with_every_schedule() if row.name not in _NAMES]
-ALWAYS = [row for row in ROWS if row.always]
-COVERING = cover(ROWS, Row.options, always=ALWAYS, cost=lambda row: row.layout.world)
+COVERING = cover(ROWS, Row.options, always=(), cost=lambda row: row.layout.world)
 # Only in `make test-full`: each takes longer than ten others.
 ROWS += [Row({"pipeline": 2, "schedule": schedule}, "fp32", "none", "inductor") for schedule in SCHEDULES]

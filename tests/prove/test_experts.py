@@ -252,7 +252,12 @@ def with_auxiliary_losses_by_microbatch(made, run):
     ("fault", "model", "given"),
     [
         pytest.param(with_own_counts, "qwen3", {"shard": 2, "microbatch": 1}, marks=pytest.mark.full),
-        (with_auxiliary_losses_by_microbatch, "sequence", {"shard": 2, "microbatch": 1}),
+        pytest.param(
+            with_auxiliary_losses_by_microbatch,
+            "sequence",
+            {"shard": 2, "microbatch": 1},
+            marks=pytest.mark.full,
+        ),
         (without_sums_of_routers, "qwen3", {"tensor": 2, "sequence_parallel": False}),
     ],
 )

@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -85,9 +85,9 @@ def rows_of(pool, tmp_path):
 @pytest.mark.parametrize(
     "given",
     [
-        {"pipeline": 2, "shard": 2, "microbatch": 1},
+        {"shard": 2},
         pytest.param({"tensor": 2, "shard": 2}, marks=pytest.mark.full),
-        pytest.param({"shard": 2}, marks=pytest.mark.full),
+        pytest.param({"pipeline": 2, "shard": 2, "microbatch": 1}, marks=pytest.mark.full),
         pytest.param({"context": 2, "precision": Bf16()}, marks=pytest.mark.full),
         pytest.param({"replicate": 2, "shard": 2, "tensor": 2, "microbatch": 2}, marks=pytest.mark.full),
         pytest.param({"pipeline": 2, "tensor": 2, "pipeline_schedule": ZBV()}, marks=pytest.mark.full),
@@ -261,65 +261,48 @@ PROVED = ProofRow(
 )
 
 
-def mapping(run, **changes):
-    return {**PROVED.to_mapping(), "run": run, **changes}
+def proved(run, **changes):
+    return replace(PROVED, run=run, **changes)
 
 
 def test_rows_are_written_and_read(tmp_path):
     sweep = tmp_path / "runs" / "layouts"
     assert read_parity(tmp_path) is None
-    assert write_parity(sweep, [mapping("a")], reference="one process") == sweep / "parity.json"
+    assert write_parity(sweep, [proved("a")], reference="one process") == sweep / "parity.json"
     content = json.loads((sweep / "parity.json").read_text())
     assert content.keys() == {"schema", "time", "reference", "rows"}
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}", content["time"])
     (row,) = content["rows"]
-    assert row == {
-        "run": "a",
-        "layout": "dp_s2",
-        "precision": "fp32",
-        "passed": True,
-        "reason": "",
-        "loss": 1e-7,
-        "grad_norm": None,
-        "gradient": [2e-7, "w"],
-        "parameter": None,
-        "tolerance": 1e-5,
-    }
-    assert read_parity(sweep) == content
-    write_parity(sweep, [mapping("a", loss=float("inf"), gradient=(float("nan"), "w"))], reference="one process")
-    (row,) = read_parity(sweep)["rows"]
-    assert (row["loss"], row["gradient"]) == (None, [None, "w"])
+    assert (row["run"], row["gradient"], row["parameter"], row["tolerance"]) == ("a", [2e-7, "w"], None, 1e-5)
+    assert read_parity(sweep).rows == (proved("a"),)
+    write_parity(sweep, [proved("a", loss=float("inf"), gradient=(float("nan"), "w"))], reference="one process")
+    assert read_parity(sweep).rows == (proved("a", loss=None, gradient=(None, "w")),)
 
 
 def test_rows_of_runs_that_were_proved_again_replace_the_earlier_ones(tmp_path):
-    write_parity(tmp_path, [mapping("a"), mapping("a", precision="bf16"), mapping("b")], reference="x")
-    write_parity(tmp_path, [mapping("a", passed=False), mapping("c")], reference="x")
-    rows = read_parity(tmp_path)["rows"]
-    assert [(row["run"], row["precision"], row["passed"]) for row in rows] == [
-        ("b", "fp32", True),
-        ("a", "fp32", False),
-        ("c", "fp32", True),
-    ]
+    write_parity(tmp_path, [proved("a"), proved("a", precision="bf16"), proved("b")], reference="x")
+    write_parity(tmp_path, [proved("a", passed=False), proved("c")], reference="x")
+    assert read_parity(tmp_path).rows == (proved("b"), proved("a", passed=False), proved("c"))
 
 
 def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
     write_parity(tmp_path, [], reference="x")
     threads = []
-    write = proof.write_json
+    write = proof.write_typed
 
-    def slowly(path, value):
+    def slowly(path, value, *, schema):
         if not threads:
             threads.append(
-                threading.Thread(target=write_parity, args=(tmp_path, [mapping("b")]), kwargs={"reference": "x"})
+                threading.Thread(target=write_parity, args=(tmp_path, [proved("b")]), kwargs={"reference": "x"})
             )
             threads[0].start()
             threads[0].join(0.1)
-        write(path, value)
+        write(path, value, schema=schema)
 
-    monkeypatch.setattr(proof, "write_json", slowly)
-    write_parity(tmp_path, [mapping("a")], reference="x")
+    monkeypatch.setattr(proof, "write_typed", slowly)
+    write_parity(tmp_path, [proved("a")], reference="x")
     threads[0].join()
-    assert [row["run"] for row in read_parity(tmp_path)["rows"]] == ["a", "b"]
+    assert [row.run for row in read_parity(tmp_path).rows] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -331,15 +314,14 @@ def test_two_commands_that_write_at_once_lose_no_rows(tmp_path, monkeypatch):
         ('{"schema": 2, "rows": []}', "reads schema 1"),
         ('{"schema": "1", "rows": []}', "schema"),
         ('{"schema": 1, "time": 3, "rows": []}', "time"),
-        ('{"schema": 1}', "must be a list of rows"),
-        ('{"rows": [1]}', "must be a list of rows"),
-        ('{"rows": [{"run": 1}]}', "must be a list of rows"),
+        ('{"schema": 1}', "rows=null: is missing in"),
+        ('{"rows": [{"run": 1}]}', "rows=.*: expected `str`, got `int`"),
     ],
 )
 def test_a_damaged_file_is_left_as_it_is(tmp_path, text, complaint):
     (tmp_path / "parity.json").write_text(text)
     with pytest.raises(ConfigError, match=complaint):
-        write_parity(tmp_path, [mapping("a")], reference="x")
+        write_parity(tmp_path, [proved("a")], reference="x")
     assert (tmp_path / "parity.json").read_text() == text
 
 

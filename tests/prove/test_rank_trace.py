@@ -75,8 +75,7 @@ LAYOUTS = {
                "schedule": ZBV()},
 }  # fmt: skip
 # The axes, schedules and policies of the slower ones are in these rows too.
-ALWAYS = ("one process", "1D, uneven", "HSDP", "2D, float8", "2D, fused", "2D, context", "experts that cannot be divided",
-          "expert 4 in a pipeline")  # fmt: skip
+ALWAYS = ("one process", "1D, uneven", "HSDP", "2D, fused", "2D, context", "experts that cannot be divided")
 
 
 def recipe(folder, layout):

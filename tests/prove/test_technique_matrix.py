@@ -14,7 +14,7 @@ import pytest
 
 from tests.cover import marks
 from tests.prove.pages import Table, columns
-from tests.prove.technique_rows import ALWAYS, COVERING, ROWS, Row
+from tests.prove.technique_rows import COVERING, ROWS, Row
 from titanlab.prove import tolerances
 from titanlab.prove.parity import compare
 
@@ -30,7 +30,7 @@ ROUNDINGS = tolerances.ROUNDINGS
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(number, id=row.name, marks=marks(row, always=ALWAYS, covering=COVERING))
+        pytest.param(number, id=row.name, marks=marks(row, always=(), covering=COVERING))
         for number, row in enumerate(ROWS)
     ],
 )

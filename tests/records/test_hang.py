@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tests import tiny
@@ -21,7 +22,7 @@ from titanlab.records import (
     read_hang,
     write_hang,
 )
-from titanlab.records.hang import hang_folder, parse_hang
+from titanlab.records.hang import hang_folder
 
 STEP = (
     ("shard", "all_gather", 40),
@@ -69,6 +70,11 @@ def calls(steps, *more):
 
 def by_rank(*records):
     return {each.rank: each for each in records}
+
+
+def first(findings):
+    """The first finding: its text and its ranks; nothing if there is none."""
+    return next(((text, tuple(ranks)) for text, ranks in findings), (None, ()))
 
 
 def verdict(*records, world=3, **known):
@@ -153,7 +159,7 @@ def test_a_collective_that_was_skipped_shows_in_the_ranks_own_steps(rank):
         f"rank {rank} skipped all_gather of [48] and called reduce_scatter of [88] where "
         f"{named(each.rank for each in usual)} call all_gather of [48] (shard, sequence number 11); rank "
     )
-    assert (found.ranks, found.pending) == ((rank,), PENDING)
+    assert found.ranks == (rank,)
 
 
 TWO = {"shard": (0, 1), "world": (0, 1)}
@@ -179,9 +185,9 @@ TWO = {"shard": (0, 1), "world": (0, 1)}
     ids=["skip", "addition", "no past", "both deviate", "short past"],
 )  # fmt: skip
 def test_of_two_ranks_only_their_own_steps_decide(usual, other, said):
-    found = different_calls(by_rank(record(0, usual, groups=TWO), record(1, other, groups=TWO)))
-    assert found.verdict.startswith(said)
-    assert found.ranks == ((1,) if said.startswith("rank 1") else ())
+    text, ranks = first(different_calls(by_rank(record(0, usual, groups=TWO), record(1, other, groups=TWO))))
+    assert text.startswith(said)
+    assert ranks == ((1,) if said.startswith("rank 1") else ())
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -203,7 +209,7 @@ def test_a_difference_that_shows_who_is_wrong_comes_first():
         record(1, [("shard", "broadcast", 4), usual], groups=groups),
         record(2, [other], groups=groups),
     ]
-    assert different_calls(by_rank(*ranks)).ranks == (2,)
+    assert first(different_calls(by_rank(*ranks)))[1] == (2,)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +227,7 @@ def test_a_difference_that_shows_who_is_wrong_comes_first():
     ids=["none", "behind", "all_to_all", "gather", "messages", "unknown", "two groups"],
 )
 def test_what_is_no_difference(records):
-    assert different_calls(by_rank(*records)) is None
+    assert not list(different_calls(by_rank(*records)))
 
 
 GROUPS = {"shard": (0, 1), "tensor": (0, 1)}
@@ -293,15 +299,16 @@ def test_a_call_that_aborted_another_rank_is_named_from_the_ranks_own_steps():
     """gloo aborts the rank that receives a message of another size, which leaves no record."""
     usual = record(0, WAITING, state="raised")
     odd = record(1, calls(3, STEP[0], ("shard", "all_gather", 96)), state="raised", source=MINE)
-    found = odd_calls({0: usual, 1: odd}, 2)
-    assert found.verdict == (
-        "rank 1 has not called all_gather of [48] and called all_gather of [96] (shard, sequence number 11); "
-        "rank 1 is at loop (project/mine.py:7)"
+    assert first(odd_calls({0: usual, 1: odd}, 2)) == (
+        (
+            "rank 1 has not called all_gather of [48] and called all_gather of [96] (shard, sequence number 11); "
+            "rank 1 is at loop (project/mine.py:7)"
+        ),
+        (1,),
     )
-    assert found.ranks == (1,)
     # Of another group, and of no earlier step.
-    assert odd_calls({0: usual, 1: odd}, 7) is None
-    assert odd_calls({0: usual}, 2) is None
+    assert not list(odd_calls({0: usual, 1: odd}, 7))
+    assert not list(odd_calls({0: usual}, 2))
 
 
 LAYERS = [("shard", "all_gather", 5)] * 6
@@ -321,9 +328,9 @@ WHOLE = [*LAYERS, ("world", "all_reduce", 7)]
     ids=["first", "short past", "as before", "layers", "a layer too few"],
 )
 def test_the_last_call_is_compared_with_the_same_place_of_earlier_steps(given, is_odd):
-    found = odd_calls({0: record(0, given)}, 1)
-    assert (found is not None) is is_odd
-    assert found is None or "has not called all_gather of [5] and called all_reduce of [7]" in found.verdict
+    text, _ = first(odd_calls({0: record(0, given)}, 1))
+    assert (text is not None) is is_odd
+    assert text is None or "has not called all_gather of [5] and called all_reduce of [7]" in text
 
 
 def stage(rank, *, sent, received, waiting=None, runs=True, calls=(), **how):
@@ -444,6 +451,10 @@ def values(**changes):
     }
 
 
+def stored(**changes):
+    return msgspec.convert(values(**changes), HangRecord, str_keys=True)
+
+
 @pytest.fixture
 def run(tmp_path):
     return tiny.begin(tiny.recipe(tmp_path, shard=2))
@@ -451,9 +462,9 @@ def run(tmp_path):
 
 def test_what_is_written_is_read(run):
     assert read_hang(run, 1) == read_hang(run, 7) == ({}, {})
-    write_hang(run, 1, parse_hang(values()))
+    write_hang(run, 1, stored())
     records, damaged = read_hang(run, 1)
-    assert (records, damaged) == ({0: parse_hang(values())}, {})
+    assert (records, damaged) == ({0: stored()}, {})
     assert records[0].groups["0"].ranks == (0, 1)
     assert records[0].collectives[0].sizes == ((7,), (2, 3))
     assert str(records[0].source) == "forward_backward (titanlab/train/assemble.py:228)"
@@ -464,14 +475,13 @@ DAMAGE = {
     "a list": ("[]", "holds list, not an object"),
     "a pickle": (b"\x80\x04cposix\nsystem\n(S'true'\ntR.", "is not JSON"),
     "nested": ("[" * 100_000, "is not JSON"),
-    "another schema": (values(schema=2), "schema 2 is not 1"),
-    "another rank": (values(rank=5), "it is of rank 5"),
-    "a missing key": ({"schema": 1, "state": "waits"}, "missing required field `rank`"),
-    "an unknown state": (values(state="flies"), "'flies' - at `$.state`"),
-    "a text as a number": (values(step="3"), "Expected `int`, got `str` - at `$.step`"),
+    "another schema": (values(schema=2), "has schema 2, and this version of titanlab reads schema 1"),
+    "a missing key": ({"schema": 1, "state": "waits"}, "rank=null: is missing in "),
+    "an unknown state": (values(state="flies"), "state=flies: invalid enum value 'flies' in "),
+    "a text as a number": (values(step="3"), "step=3: expected `int`, got `str` in "),
     "messages to no rank": (
         values(messages={"runs": True, "stages": [0], "sent": {"x": 1}, "received": {}, "waiting": None}),
-        "Expected `int`, got `str` - at `key` in `$.messages.sent`",
+        "expected `int`, got `str` in ",
     ),
 }
 
@@ -479,30 +489,20 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_record_is_named_in_one_line_and_hides_no_other(run, name):
     content, reason = DAMAGE[name]
-    write_hang(run, 1, parse_hang(values(rank=1)))
+    write_hang(run, 1, stored(rank=1))
     path = hang_folder(run, 1) / "rank-0.json"
     if isinstance(content, dict):
         content = json.dumps(content)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     records, damaged = read_hang(run, 1)
     assert (list(records), list(damaged)) == ([1], [0])
-    assert damaged[0].startswith(f"{path}: ")
+    assert str(path) in damaged[0]
     assert reason in damaged[0]
     assert "\n" not in damaged[0]
 
 
-def test_other_files_are_passed_over_and_one_that_is_too_long_is_not_read(run):
-    write_hang(run, 1, parse_hang(values()))
+def test_other_files_are_passed_over(run):
+    write_hang(run, 1, stored())
     for name in ("rank-x.json", f"rank-{'9' * 30}.json", ".rank-1.json.tmp"):
         (hang_folder(run, 1) / name).write_text("{}")
     assert list(read_hang(run, 1)[0]) == [0]
-    with (hang_folder(run, 1) / "rank-0.json").open("ab") as file:
-        file.truncate((1 << 24) + 1)
-    assert "more than 16777216 bytes" in read_hang(run, 1)[1][0]
-
-
-def test_texts_that_would_steer_a_terminal_are_cleaned():
-    found = parse_hang(values(phase="step\x1b[2J 4", source={**LINE, "function": "a\nb" + "c" * 9999}))
-    assert found.phase == "step?[2J 4"
-    assert found.source.function.startswith("a?bccc")
-    assert len(found.source.function) == 500

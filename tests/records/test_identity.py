@@ -13,7 +13,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from tests import tiny
 from titanlab.data import Synthetic
@@ -131,6 +131,7 @@ def shuffled(value: Any, order: random.Random) -> Any:
     return [shuffled(inner, order) for inner in value] if isinstance(value, list) else value
 
 
+@settings(max_examples=25)
 @given(PLAIN, PLAIN, st.randoms(use_true_random=False))
 def test_a_hash_is_that_of_the_value_whatever_the_order_of_its_keys(one, two, order):
     assert hashed(Root(extra=one)) == hashed(Root(extra=shuffled(one, order)))

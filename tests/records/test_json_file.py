@@ -6,7 +6,7 @@ import os
 import pytest
 
 from titanlab.errors import ConfigError
-from titanlab.records import loaded, read_object, read_optional
+from titanlab.records import loaded, read_optional, read_typed
 from titanlab.records.files import RESTORE
 
 
@@ -33,9 +33,9 @@ def refusal(action, *given, **more):
 def test_what_is_no_object_is_one_line(tmp_path, content, rule):
     path = tmp_path / "a.json"
     path.write_bytes(content)
-    assert refusal(read_object, path).startswith(f"run={path}: {rule}")
-    assert refusal(read_object, path).endswith(f"; {RESTORE}")
-    assert refusal(read_object, path, cure="try again").endswith("; try again")
+    assert refusal(read_typed, path, dict, schema=1).startswith(f"run={path}: {rule}")
+    assert refusal(read_typed, path, dict, schema=1).endswith(f"; {RESTORE}")
+    assert refusal(read_typed, path, dict, schema=1, cure="try again").endswith("; try again")
     assert read_optional(path) is None
 
 
@@ -44,7 +44,10 @@ def test_what_is_no_file_is_one_line(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name, reason in (("folder", "is a folder"), ("pipe", "is not a regular file")):
         path = tmp_path / name
-        assert refusal(read_object, path) == f"run={path}: cannot be read ({reason}); ask its owner for permission"
+        assert (
+            refusal(read_typed, path, dict, schema=1)
+            == f"run={path}: cannot be read ({reason}); ask its owner for permission"
+        )
         assert read_optional(path) is None
 
 

@@ -98,14 +98,3 @@ def test_a_row_is_one_write_to_the_end(tmp_path):
         writer.write("train", 1, {"text": "é" * 10_000})
         assert write_call.call_count == 1
     assert read_metrics(path)[0]["text"] == "é" * 10_000
-
-
-def test_a_short_write_is_completed(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    real = os.write
-    with (
-        MetricsWriter(path, attempt=1) as writer,
-        mock.patch("os.write", side_effect=lambda descriptor, data: real(descriptor, data[:7])),
-    ):
-        writer.write("train", 1, {"loss": 1.5})
-    assert read_metrics(path)[0]["loss"] == 1.5

@@ -1,6 +1,5 @@
 """Outcomes: every kind, how exceptions and exit codes are named, and which rank was the cause."""
 
-import json
 import pickle
 import signal
 
@@ -17,6 +16,8 @@ from titanlab.records import (
     from_exception,
     from_exit,
     outcome,
+    read_typed,
+    write_typed,
 )
 
 KINDS = "done oom hang nan crash preempted walltime node_fail cancelled infeasible data".split()
@@ -65,7 +66,8 @@ def test_a_message_that_utf_8_has_no_bytes_for_is_recorded(tmp_path):
     found = from_exception(caught.value)
     assert found.cause == r"LookupError: no file a\udc80b"
     assert found.traceback.endswith("LookupError: no file a\\udc80b\n")
-    (tmp_path / "result.json").write_text(json.dumps(found.to_mapping(), ensure_ascii=False), encoding="utf-8")
+    write_typed(tmp_path / "result.json", found, schema=1)
+    assert read_typed(tmp_path / "result.json", Outcome, schema=1) == found
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,9 @@ END = Outcome(
 )
 
 
+RESULT = {"schema": 1, **asdict(END)}
+
+
 def test_records_come_back_without_the_keys_of_a_later_version(run):
     run.write_result(END)
     status = Status(state="running", step=2, steps=3, attempt=1, seconds_left=1.5, metrics={"loss": 2.5})
@@ -215,7 +219,7 @@ def test_records_come_back_without_the_keys_of_a_later_version(run):
     assert (run.result(), run.result(2), run.status()) == (END, END, status)
     assert (status.pid, status.host, status.outcome) == (os.getpid(), socket.gethostname(), None)
     assert status.updated == pytest.approx(time.time(), abs=60)
-    put(run.path / "result.json", END.to_mapping() | {"mood": "good"})
+    put(run.path / "result.json", RESULT | {"mood": "good"})
     put(run.path / "status.json", STATUS | {"mood": "good"})
     put(run.path / "identity.json", IDENTITY | {"tracker_id": "t", "parent_run": "s/r", "parent_step": 7, "mood": 1})
     assert (run.result(), run.status()) == (END, Status(state="running", pid=7, host="n1", updated=3.5))
@@ -252,7 +256,7 @@ def test_numbers_that_are_not_finite_are_null(run):
     ],
 )
 def test_a_damaged_record_is_one_line(run, file, changed, said):
-    content = {"result": END.to_mapping(), "identity": IDENTITY, "status": STATUS}[file] | changed
+    content = {"result": RESULT, "identity": IDENTITY, "status": STATUS}[file] | changed
     put(run.path / f"{file}.json", {key: value for key, value in content.items() if value is not ...})
     with pytest.raises(ConfigError) as caught:
         getattr(run, file)()

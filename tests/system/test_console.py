@@ -145,19 +145,6 @@ def test_a_pipe_hears_of_a_phase_only_if_it_lasts():
     assert out.getvalue() == "rendezvous of 8 ranks … 31 s\n"
 
 
-def test_a_line_that_a_narrower_terminal_has_wrapped_is_removed_whole(monkeypatch):
-    out, width = Terminal(), [80]
-    monkeypatch.setattr("titanlab.system.terminal.columns_of", lambda stream: width[0])
-    console = Console(out, environ={**TERMINAL, "NO_COLOR": "1"}, clock=Clock())
-    console.phase("x" * 70)
-    for columns, removed in ((75, "\r\x1b[2K"), (35, "\r\x1b[2A\x1b[J"), (35, "\r\x1b[2K")):
-        width[0] = columns
-        before = len(out.getvalue())
-        console.phase("y" * 70)
-        assert out.getvalue()[before:].startswith(removed + "y")
-    console.close()
-
-
 def test_lines_that_stay_stand_above_the_line_that_lives():
     out = Terminal()
     console = Console(out, errors=out, environ=TERMINAL, clock=Clock())

@@ -12,7 +12,7 @@ from tests import tiny
 from titanlab.checkpoint.folders import step_folder
 from titanlab.launch import attempt
 from titanlab.launch.execute import _recorded
-from titanlab.records import OutcomeKind, RunFolder, Status, classify, from_exception, run_folder
+from titanlab.records import OutcomeKind, RunFolder, Status, classify, files, from_exception, run_folder
 from titanlab.system import Console, disk_fault, refusal, tells_of_disk, write_json
 
 
@@ -92,7 +92,8 @@ class Full:
 
     def __init__(self, monkeypatch, *paths):
         self.paths = paths
-        monkeypatch.setattr(run_folder, "write_json", self.write_json)
+        for module in (run_folder, files):
+            monkeypatch.setattr(module, "write_json", self.write_json)
 
     def write_json(self, path, value, *, durable=False):
         if any(each.exists() for each in self.paths):

@@ -35,7 +35,6 @@ from titanlab.records import (
     part_of,
     rank_log,
     rank_logs,
-    rank_rows,
     size_of,
     timed,
     timed_from_end,
@@ -229,26 +228,24 @@ def diagnose_verb(args: Namespace) -> int:
     with Console() as console:
         if hung is not None:
             diagnosis = hung.diagnosis
-            others = {**hung.others, **dict.fromkeys(hung.damaged, "damaged")}
-            rows = rank_rows(diagnosis, hung.records, others, world=hung.world)
             values |= {
                 "hung": True,
                 "cause": None if result is None else result.cause,
                 "verdict": diagnosis.verdict,
                 "ranks": diagnosis.ranks,
                 "pending": diagnosis.pending,
-                "damaged": list(hung.damaged.values()),
-                "rows": rows,
+                "damaged": hung.damaged,
+                "rows": hung.rows,
             }
         if args.json:
             console.note(json_text(values))
         elif hung is None:
             console.note(_without_hang(run, attempt))
         else:
-            for line in hung.damaged.values():
+            for line in hung.damaged:
                 console.warn(line)
             console.note(
-                "\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *_rank_table(rows)])
+                "\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *_rank_table(hung.rows)])
             )
     return 0
 

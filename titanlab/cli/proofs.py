@@ -9,7 +9,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -289,7 +289,7 @@ def _compare(first: RunFolder, second: RunFolder, args: Namespace, console: Cons
             "compared_steps": comparison.compared,
             "first_step": {"loss": loss, "grad_norm": norm},
             "logged_steps": comparison.logged,
-            "rows": [row.to_mapping()],
+            "rows": [asdict(row)],
             "note": NOT_COMPARED,
         }
         console.note(json_text(values))
@@ -332,11 +332,11 @@ def _prove(chosen: ProofCandidates, args: Namespace, console: Console) -> int:
     finally:
         if not trainer.failed:
             shutil.rmtree(folder, ignore_errors=True)
-    values = [row.to_mapping() for row in rows]
+    values = [asdict(row) for row in rows]
     kept = None
     if chosen.folder is not None and rows:
         try:
-            kept = shown_path(write_parity(chosen.folder, values, reference=REFERENCE))
+            kept = shown_path(write_parity(chosen.folder, rows, reference=REFERENCE))
         except (OSError, ConfigError) as error:
             console.warn(f"the result is not kept with the sweep: {error}")
     if args.json:
@@ -460,7 +460,7 @@ def _rehearse(folder: Path, chosen: ProofCandidates, results: list[Result], args
     failed = [result for result in results if result.state == FAILED]
     code = code or (1 if failed else 0)
     if args.json:
-        console.note(json_text({"rehearsals": [result.to_mapping() for result in results], "planned": total}))
+        console.note(json_text({"rehearsals": [asdict(result) for result in results], "planned": total}))
         return code
     runs = counted(len({result.run for result in results}), "recipe")
     if failed:

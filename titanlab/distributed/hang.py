@@ -11,8 +11,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import faulthandler
+import itertools
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,6 +40,7 @@ from titanlab.records import (
     first_cause,
     is_silent,
     odd_calls,
+    rank_rows,
     read_hang,
 )
 from titanlab.system import STOPPED, process_state, trimmed
@@ -285,7 +288,10 @@ class Watchdog:
             self._note(outcome, record)
             if record is not None:
                 # torch may take seconds to look up the lines of thousands of collectives; the record is written before.
-                self._note(outcome, replace(record, collectives=self._place(with_lines=True)["collectives"]))
+                lined = self._place(with_lines=True)["collectives"]
+                # A recorder that does not answer in time must not cost the record its collectives.
+                if len(lined) >= len(record.collectives):
+                    self._note(outcome, replace(record, collectives=lined))
         time.sleep(max(noted + LINGER_SECONDS - time.monotonic(), 0.0))
         os._exit(OutcomeKind.HANG.exit_code)
 
@@ -415,103 +421,85 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
             os.kill(pid, signal.SIGUSR1)
         time.sleep(_STACKS_SECONDS)
     why = STATES.get(state or "", "nothing is known of its process")
-    run.write_failure(
-        Outcome(
-            kind=OutcomeKind.HANG,
-            step=min(note.step for note in others),
-            rank=rank,
-            attempt=attempt,
-            cause=f"{_what_hangs(others)}: rank {rank} does not answer: {why}{_advice(others)}",
-        )
-    )
+    cause = _framed(others, f"rank {rank} does not answer: {why}")
+    step = min(note.step for note in others)
+    run.write_failure(Outcome(kind=OutcomeKind.HANG, step=step, rank=rank, attempt=attempt, cause=cause))
     return True
 
 
-def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Outcome:
-    """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis.
+# The cause in the note of a rank that hangs, or that does not answer.
+_CAUSE = re.compile(r"(.+?): rank \d+ (.+?); (.+)")
 
-    Without records, the verdict names a rank that does not answer, does not wait for others, or is behind the others.
-    """
+
+def _told(note: Outcome) -> Sequence[str]:
+    """The event of a note (`step 3 did not end within 600 s`), what the rank does, and the advice."""
+    match = _CAUSE.fullmatch(note.cause or "")
+    return ("", note.cause or note.kind.meaning, "") if match is None else match.groups()
+
+
+def _framed(notes: Collection[Outcome], text: str) -> str:
+    """A verdict, with the step that did not end before it, and with the advice of a rank that hangs after it."""
+    # Ranks may be in different steps: the earliest step is the one that does not end.
+    told = [_told(note) for note in sorted(notes, key=lambda note: note.step)]
+    event = next((event for event, *_ in told if "did not end" in event), "a step did not end in time")
+    advice = next((f"; {advice}" for *_, advice in told if "timeout_seconds=" in advice), "")
+    return f"{event}: {text}{advice}"
+
+
+def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Outcome:
+    """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis."""
     first = first_cause(notes)
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]
-    is_hang = first.kind is OutcomeKind.HANG
-    diagnosis: Diagnosis | None = None
-    if not records:
-        if not (is_hang and (first.echo or is_silent(first))):
-            return first
-        diagnosis = _diagnosis_of(notes, world, {})
     # A rank that ended with exit code 0 left the others silently.
-    elif is_hang or first.echo or first.exit_code == 0:
+    if first.echo or is_silent(first) or (records and (first in hung or first.exit_code == 0)):
+        if not (records or hung):
+            return first
         diagnosis = _diagnosis_of(notes, world, records)
+        verdict, ranks = diagnosis.verdict, list(diagnosis.ranks)
     elif first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
         # If sizes differ, gloo ends the process that receives the message, or raises there; the sender is at fault.
-        diagnosis = different_calls(records) or odd_calls(records, first.rank or 0)
-        if diagnosis is not None:
-            diagnosis = replace(diagnosis, verdict=f"{diagnosis.verdict}; rank {first.rank}: {first.cause}")
-    if diagnosis is None:
-        return first
-    if not (records or diagnosis.ranks):
-        # Do not name a rank that only waits: its host would be left out of later jobs.
-        if not 1 < len(hung) == world or len({note.step for note in hung}) > 1:
+        findings = itertools.chain(different_calls(records), odd_calls(records, first.rank or 0))
+        if (finding := next(findings, None)) is None:
             return first
-        cause = f"{_what_hangs(hung)}: all {world} ranks wait for each other{_advice(hung)}"
-        return replace(first, rank=None, cause=cause)
-    cause = f"{_what_hangs(hung)}: {diagnosis.verdict}{_advice(hung)}" if hung else diagnosis.verdict
-    if not diagnosis.ranks:
+        verdict, ranks = f"{finding[0]}; rank {first.rank}: {first.cause}", list(finding[1])
+    else:
+        return first
+    cause = _framed(hung, verdict) if hung else verdict
+    if not ranks:
+        # Do not name a rank that only waits: its host would be left out of later jobs.
         return replace(first, rank=None, cause=cause, echo=False)
-    note = next((note for note in notes if note.rank == diagnosis.ranks[0]), None)
+    note = next((note for note in notes if note.rank == ranks[0]), None)
     if note is None or is_silent(note):
-        return replace(first, rank=diagnosis.ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
+        return replace(first, rank=ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
     # The traceback of a rank that lost its connection says nothing of the cause.
-    trace = None if note.echo and note.kind is not OutcomeKind.HANG else note.traceback
+    trace = None if note.echo and note not in hung else note.traceback
     return replace(note, kind=first.kind, cause=cause, traceback=trace, echo=False)
 
 
 def _diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, HangRecord]) -> Diagnosis:
     """The diagnosis of an attempt whose ranks hung, or lost their connection to a rank."""
-    silent, ended, noted = {}, {}, set(records)
-    for note in notes:
-        if note.rank is None:
-            continue
-        noted.add(note.rank)
+    silent, ended = {}, {}
+    noted = {note.rank: note for note in notes if note.rank is not None}
+    for rank, note in noted.items():
         if is_silent(note):
-            why = (note.cause or "").partition("does not answer: ")[2].partition(";")[0]
-            silent[note.rank] = why or "nothing is known of it"
+            silent[rank] = _told(note)[1].removeprefix("does not answer: ")
         elif note.kind is not OutcomeKind.HANG and not note.echo:
-            ended[note.rank] = note.cause or note.kind.meaning
+            ended[rank] = note.cause or note.kind.meaning
     if not any(note.kind is OutcomeKind.HANG for note in notes):
         # The processes of ranks without a note were not examined; other ranks lost their connection to them.
-        ended |= {rank: "its process is gone and has left no record" for rank in range(world) if rank not in noted}
-    unread = noted - set(records) - set(silent) - set(ended)
+        gone = set(range(world)) - {*noted, *records}
+        ended |= dict.fromkeys(gone, "its process is gone and has left no record")
+    unread = set(noted) - {*records, *silent, *ended}
     return diagnose(records, world=world, silent=silent, ended=ended, unread=unread)
-
-
-def _what_hangs(notes: Sequence[Outcome]) -> str:
-    """`step 3 did not end within 600 s`, from the note of a rank that reached its own limit."""
-    # Ranks may be in different steps: the earliest step is the one that does not end.
-    for note in sorted(notes, key=lambda note: note.step):
-        event, colon, _ = (note.cause or "").partition(f": rank {note.rank}")
-        if colon and "another rank reached" not in event:
-            return event
-    return "a step did not end in time"
-
-
-def _advice(notes: Sequence[Outcome]) -> str:
-    """Step times and the key of the limit, from the first note that has them."""
-    texts = [(note.cause or "").partition(": rank ")[2].partition("; ")[2] for note in notes]
-    text = next((text for text in texts if "timeout_seconds=" in text), "")
-    return f"; {text}" if text else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HungAttempt:
-    """The records of an attempt and their diagnosis."""
+    """The diagnosis of an attempt, a row for each rank, and a line for each damaged record."""
 
     diagnosis: Diagnosis
-    records: Mapping[int, HangRecord]
-    others: Mapping[int, str]
-    damaged: Mapping[int, str]
-    world: int
+    rows: Sequence[Mapping[str, Any]]
+    damaged: Sequence[str]
 
 
 def has_hung(run: RunFolder, attempt: int) -> bool:
@@ -522,15 +510,11 @@ def has_hung(run: RunFolder, attempt: int) -> bool:
 def hung_attempt(run: RunFolder, attempt: int) -> HungAttempt:
     """Read and diagnose the records of an attempt that hung."""
     records, damaged = read_hang(run, attempt)
-    notes = run.failures(attempt)
-    world = world_of(run, attempt)
-    others = {
-        note.rank: (note.cause or "").rpartition(f"rank {note.rank} ")[2].partition(";")[0] or note.kind.meaning
-        for note in notes
-        if note.rank is not None and note.rank not in records
-    }
+    notes, world = run.failures(attempt), world_of(run, attempt)
     diagnosis = _diagnosis_of(notes, world, records)
-    return HungAttempt(diagnosis=diagnosis, records=records, others=others, damaged=damaged, world=world)
+    others = {note.rank or 0: _told(note)[1] for note in notes} | dict.fromkeys(damaged, "damaged")
+    rows = rank_rows(diagnosis, records, others, world=world)
+    return HungAttempt(diagnosis=diagnosis, rows=rows, damaged=list(damaged.values()))
 
 
 def world_of(run: RunFolder, attempt: int) -> int:

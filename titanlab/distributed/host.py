@@ -22,16 +22,12 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Accelerator of this host.
-
-    Attributes:
-        device: the accelerator's name as its driver prints it, or `cpu`.
-        memory_bytes: memory and swap that this process may use (host and cgroup limits); None: unknown.
-    """
+    """Accelerator of this host."""
 
     accelerator: str
-    device: str
+    device: str  # the accelerator's name as its driver prints it, or `cpu`
     count: int
+    # memory and swap that this process may use (host and cgroup limits); None: unknown.
     memory_bytes: int | None = field(default=None, compare=False)
 
 

@@ -17,19 +17,16 @@ EXPERT_AXES = ("expert_shard", "expert")
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All ranks by the axes of their layout.
-
-    Attributes:
-        root: one named dimension per axis, outermost first, degrees of 1 included; the axes over which FSDP2 shards
-            share one dimension, `layout.fsdp_name`.
-        folded: one mesh for each axis of `layout.fsdp_name` if it joins several axes; else empty.
-        experts: the same ranks for the parameters of experts: `pipeline`, `replicate`, `expert_shard`, `expert`; None
-            without expert parallelism.
-    """
+    """All ranks by the axes of their layout."""
 
     layout: Layout
+    # one named dimension per axis, outermost first, degrees of 1 included; the axes over which FSDP2 shards share one
+    # dimension, `layout.fsdp_name`.
     root: DeviceMesh
+    # one mesh for each axis of `layout.fsdp_name` if it joins several axes; else empty.
     folded: Mapping[str, DeviceMesh]
+    # the same ranks for the parameters of experts: `pipeline`, `replicate`, `expert_shard`, `expert`; None without
+    # expert parallelism.
     experts: DeviceMesh | None = None
 
     @functools.cached_property

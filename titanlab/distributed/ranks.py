@@ -29,26 +29,19 @@ _LOOK_SECONDS_A_RANK = 0.004
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """A process's rank in a run. ConfigError: a number is outside its range.
+    """A process's rank in a run. ConfigError: a number is outside its range."""
 
-    Attributes:
-        rank, world: its number among all processes, and the number of processes.
-        local_rank, local_world: the same on its host.
-        address, port: where rank 0 listens.
-        started_by: `torchrun` (or titanlab's launcher, which sets the same variables), or the kind of a launcher.
-        has_own_gpu: whether the launcher has given each process of a host a GPU of its own: if a process sees only one
-            GPU, that GPU is its own.
-        is_counted: whether the launcher has counted the ranks of each host, so that `local_world` is reliable.
-    """
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    address: str
+    rank: int  # its number among all processes
+    world: int  # the number of processes
+    local_rank: int  # its number on its host
+    local_world: int  # the number of processes on its host
+    address: str  # where rank 0 listens
     port: int
-    started_by: str
+    started_by: str  # `torchrun` (or titanlab's launcher, which sets the same variables), or the kind of a launcher
+    # whether the launcher has counted the ranks of each host, so that `local_world` is reliable.
     is_counted: bool = False
+    # whether the launcher has given each process of a host a GPU of its own: if a process sees only one GPU, that GPU
+    # is its own.
     has_own_gpu: bool = False
 
     def __post_init__(self) -> None:

@@ -180,12 +180,12 @@ _KINDS = {
 KEPT = 1000
 _DUMP_SECONDS = 2.0
 # One dump for each backend's Flight Recorder; a build of torch without CUDA has only the first. Private: no public
-# function. Only dumps in JSON are read: the others are pickles.
+# function. The dumps in JSON have no lines of code, and those with lines are pickles.
 _DUMPS: tuple[Callable[[], bytes] | None, ...] = (
     getattr(c10d, "_dump_fr_trace_json", None),
     getattr(c10d, "_dump_nccl_trace_json", None),
 )
-# The dumps that have the lines of code; torch may take seconds to look the lines up.
+# torch may take seconds to look the lines up.
 _DUMPS_WITH_LINES: tuple[Callable[[], bytes] | None, ...] = (
     getattr(c10d, "_dump_fr_trace", None),
     getattr(c10d, "_dump_nccl_trace", None),
@@ -226,6 +226,10 @@ class _PlainValues(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"a dump of torch's recorder names {module}.{name}")
 
+    @classmethod
+    def read(cls, content: bytes) -> Any:
+        return cls(io.BytesIO(content)).load()
+
 
 def _entries(dump: Callable[[], bytes], read: Callable[[bytes], Any], seconds: float) -> list[dict[str, Any]]:
     """The entries of a dump; empty if torch does not answer in time."""
@@ -239,24 +243,6 @@ def _entries(dump: Callable[[], bytes], read: Callable[[bytes], Any], seconds: f
     return entries
 
 
-def _lines() -> dict[tuple[Any, ...], CodeLine]:
-    """The line of code of each collective, by group, kind and number."""
-    lines = {}
-    for dump in filter(None, _DUMPS_WITH_LINES):
-        for entry in _entries(dump, lambda content: _PlainValues(io.BytesIO(content)).load(), _LINES_SECONDS):
-            frames = [CodeLine(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or []]
-            if (line := innermost_own(frames)) is not None:
-                lines[_number(entry)] = line
-    return lines
-
-
-def _number(entry: Mapping[str, Any]) -> tuple[str, bool, int]:
-    """Group, whether it is a message, and the sequence number."""
-    is_message = bool(entry.get("is_p2p"))
-    group, *_ = entry.get("process_group") or [""]
-    return str(group), is_message, entry.get("p2p_seq_id" if is_message else "collective_seq_id", 0)
-
-
 def last_collectives(kept: int = KEPT, *, with_lines: bool = False) -> list[Collective]:
     """The last collectives that this process has called, oldest first; empty if the recorder is off.
 
@@ -265,15 +251,18 @@ def last_collectives(kept: int = KEPT, *, with_lines: bool = False) -> list[Coll
     not wait for them.
     """
     calls: dict[tuple[Any, ...], Collective] = {}
-    lines = _lines() if with_lines else {}
-    for dump in filter(None, _DUMPS):
-        for entry in _entries(dump, json.loads, _DUMP_SECONDS):
-            if BESIDE in (entry.get("process_group") or [])[1:]:
+    dumps, seconds = (_DUMPS_WITH_LINES, _LINES_SECONDS) if with_lines else (_DUMPS, _DUMP_SECONDS)
+    read: Callable[[bytes], Any] = _PlainValues.read if with_lines else json.loads
+    for dump in filter(None, dumps):
+        for entry in _entries(dump, read, seconds):
+            group, *descriptions = entry.get("process_group") or [""]
+            if BESIDE in descriptions:
                 continue
-            group, is_message, sequence = number = _number(entry)
+            is_message = bool(entry.get("is_p2p"))
+            frames = [CodeLine(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames") or []]
             call = Collective(
-                group=group,
-                sequence=sequence,
+                group=str(group),
+                sequence=entry.get("p2p_seq_id" if is_message else "collective_seq_id", 0),
                 operation=str(entry.get("profiling_name", "")).rpartition(":")[2],
                 sizes=tuple(map(tuple, entry.get("input_sizes", []))),
                 dtypes=tuple(entry.get("input_dtypes", [])),
@@ -283,7 +272,7 @@ def last_collectives(kept: int = KEPT, *, with_lines: bool = False) -> list[Coll
                 created=entry.get("time_created_ns", 0) / 1e9,
                 started=(entry.get("time_discovered_started_ns") or 0) / 1e9,
                 ended=(entry.get("time_discovered_completed_ns") or 0) / 1e9,
-                source=lines.get(number),
+                source=innermost_own(frames),
             )
             # Both dumps may hold the same recorder's collectives.
             calls[call.group, call.is_message, call.sequence, call.created] = call

@@ -27,20 +27,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One rank of a run: its number, its device, and small collectives.
+    """One rank of a run: its number, its device, and small collectives."""
 
-    Attributes:
-        rank, world: its number among all processes, and the number of processes.
-        local_rank: its number on its host.
-        group: the process group of these collectives; None: the group of the training.
-        without_data: the context in which parameters become tensors without data, for a trace; None: they are real.
-    """
-
-    rank: int
-    world: int
-    local_rank: int
+    rank: int  # its number among all processes
+    world: int  # the number of processes
+    local_rank: int  # its number on its host
     device: torch.device
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # the process group of these collectives; None: the group of the training
+    # the context in which parameters become tensors without data, for a trace; None: they are real.
     without_data: AbstractContextManager[object] | None = None
 
     @property

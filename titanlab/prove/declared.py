@@ -30,24 +30,16 @@ from titanlab.techniques.optimizer.contract import Stored
 
 @dataclass(frozen=True, kw_only=True)
 class RankAccount:
-    """One rank's part of a step.
+    """One rank's part of a step."""
 
-    Attributes:
-        rank: in the world.
-        parameters: number of the parameters of its pieces of the model, over all ranks that share them.
-        parameter_bytes, optimizer_bytes: bytes that the rank stores, with FSDP2's padding.
-        saved: by block, bytes that the rank keeps of a microbatch between forward and backward.
-        traffic: of forward, backward and the totals of the step.
-        update_traffic: of the optimizer's step, for which nothing is declared.
-    """
-
-    rank: int
-    parameters: int
+    rank: int  # in the world
+    parameters: int  # number of the parameters of its pieces of the model, over all ranks that share them
+    # Bytes that the rank stores, with FSDP2's padding.
     parameter_bytes: int
     optimizer_bytes: int
-    saved: Mapping[int, int]
-    traffic: Sequence[TrafficRow]
-    update_traffic: Sequence[TrafficRow] = ()
+    saved: Mapping[int, int]  # by block, bytes that the rank keeps of a microbatch between forward and backward
+    traffic: Sequence[TrafficRow]  # of forward, backward and the totals of the step
+    update_traffic: Sequence[TrafficRow] = ()  # of the optimizer's step, for which nothing is declared
 
 
 def place_of(layout: Layout, rank: int) -> Coordinate:

@@ -21,14 +21,11 @@ NOT_COMPARED = "gradients and parameters were not compared: runs do not log them
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """A run that has ended.
-
-    Attributes:
-        rows: (loss, gradient norm) of each logged step, by tokens seen; None: not finite.
-    """
+    """A run that has ended."""
 
     run: RunFolder
     recipe: Recipe
+    # (loss, gradient norm) of each logged step, by tokens seen; None: not finite.
     rows: dict[int, tuple[float | None, float | None]]
     ended_as_nan: str = ""
 
@@ -47,27 +44,17 @@ class Logged:
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """The result for the second of two runs.
-
-    Attributes:
-        compared, logged: steps at equal tokens, and steps that either run has logged.
-        tokens: number of tokens at which the losses differ most.
-        first: relative differences of loss and gradient norm in the first compared step.
-    """
+    """The result for the second of two runs."""
 
     row: ProofRow
-    compared: int
-    logged: int
-    tokens: int
-    first: tuple[float, float]
+    compared: int  # steps at equal tokens
+    logged: int  # steps that either run has logged
+    tokens: int  # number of tokens at which the losses differ most
+    first: tuple[float, float]  # relative differences of loss and gradient norm in the first compared step
 
 
 def compare_runs(first: RunFolder, second: RunFolder) -> RunComparison:
-    """Compare the logs of two runs.
-
-    Raises:
-        ConfigError: a run has not finished, or the recipes do not train the same.
-    """
+    """Compare the logs of two runs. ConfigError: a run has not finished, or the recipes do not train the same."""
     if first.path.resolve() == second.path.resolve():
         raise ConfigError("run", second.path.name, "is both runs", "name two runs, or a recipe for a proof")
     a, b = _read(first), _read(second)

@@ -48,16 +48,12 @@ _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *MEETING)
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A run that has ended.
-
-    Attributes:
-        seconds: from the fork of its ranks to the end of the last.
-    """
+    """A run that has ended."""
 
     run: RunFolder
     attempt: int
     outcome: Outcome
-    seconds: float
+    seconds: float  # from the fork of its ranks to the end of the last
 
 
 class RunFailed(TitanlabError):

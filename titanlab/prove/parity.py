@@ -25,21 +25,17 @@ _TINY = 1e-30
 
 @dataclass(kw_only=True)
 class TrainingTrace:
-    """The record of one run's training.
+    """The record of one run's training."""
 
-    Attributes:
-        losses, grad_norms: by step.
-        gradients: of the first step, as the optimizer got them; full tensors by parameter name.
-        parameters: after the last step; full tensors by name.
-        layers: by name of each linear layer, the full names of its class and that class's bases.
-        loads: by step, tokens of each block's experts; empty if the model has none.
-    """
-
+    # By step.
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    # of the first step, as the optimizer got them; full tensors by parameter name.
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step; full tensors by name
+    # by name of each linear layer, the full names of its class and that class's bases.
     layers: dict[str, list[str]] = field(default_factory=dict)
+    # by step, tokens of each block's experts; empty if the model has none.
     loads: list[list[list[float]]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
@@ -52,15 +48,12 @@ class TrainingTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceDifference:
-    """The difference of a candidate's trace from a reference's.
+    """The difference of a candidate's trace from a reference's."""
 
-    Attributes:
-        loss, grad_norm: largest relative difference over the steps.
-        gradient, parameter: largest ‖Δ‖/‖reference‖ over the tensors, with the tensor's name.
-    """
-
+    # Largest relative difference over the steps.
     loss: float
     grad_norm: float
+    # Largest ‖Δ‖/‖reference‖ over the tensors, with the tensor's name.
     gradient: tuple[float, str]
     parameter: tuple[float, str]
 
@@ -120,11 +113,7 @@ def trace(recipe: Recipe, run: RunFolder, ranks: Ranks) -> TrainingTrace:
 
 
 def compare(reference: TrainingTrace, candidate: TrainingTrace) -> TraceDifference:
-    """Compare a trace with a reference.
-
-    Raises:
-        ValueError: they have different steps or tensors, and cannot be compared.
-    """
+    """Compare a trace with a reference. ValueError: they have different steps or tensors, and cannot be compared."""
     return TraceDifference(
         loss=_relative(reference.losses, candidate.losses, "losses"),
         grad_norm=_relative(reference.grad_norms, candidate.grad_norms, "gradient norms"),

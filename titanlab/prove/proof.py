@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,12 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlab.errors import ConfigError, TitanlabError
+from titanlab.errors import TitanlabError
 from titanlab.prove import tolerances
 from titanlab.prove.reduction import Candidate, Reduced, in_fp32, on_one_process, reduce_all
 from titanlab.recipe import Recipe, to_mapping
-from titanlab.records import OutcomeKind, as_typed, claimed, read_object
-from titanlab.system import write_json
+from titanlab.records import OutcomeKind, claimed, read_typed, write_typed
 from titanlab.techniques.precision.cast_schema import Fp32
 
 if TYPE_CHECKING:
@@ -34,26 +32,18 @@ _LINEAR = "torch.nn.modules.linear.Linear"
 
 @dataclass(frozen=True, kw_only=True)
 class ProofRow:
-    """The result of one proof in one precision.
-
-    Attributes:
-        tolerance: of each number; the same for all, or by the number's name.
-        reason: why the proof failed, or what the numbers mean; one line.
-    """
+    """The result of one proof in one precision; in a file, a number that is not finite is None."""
 
     run: str
     layout: str
     precision: str
     passed: bool
-    reason: str = ""
+    reason: str = ""  # why the proof failed, or what the numbers mean; one line
     loss: float | None = None
     grad_norm: float | None = None
-    gradient: tuple[float, str] | None = None
-    parameter: tuple[float, str] | None = None
-    tolerance: float | Mapping[str, float] | None = None
-
-    def to_mapping(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+    gradient: tuple[float | None, str] | None = None
+    parameter: tuple[float | None, str] | None = None
+    tolerance: float | Mapping[str, float] | None = None  # the same for all numbers, or by the number's name
 
 
 def plan_proofs(candidates: Sequence[Candidate], **given: Any) -> list[Reduced]:
@@ -87,11 +77,7 @@ class Prover:
             yield self._row(case, recipe)
 
     def trained(self, recipe: Recipe) -> Sequence[TrainingTrace]:
-        """The traces of all ranks.
-
-        Raises:
-            TitanlabError: the run has failed, now or before.
-        """
+        """The traces of all ranks. TitanlabError: the run has failed, now or before."""
         key = content_key(recipe)
         if key not in self._traces:
             try:
@@ -195,28 +181,18 @@ def content_key(recipe: Recipe) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The end of a rehearsal.
-
-    Attributes:
-        state: `ok` or `failed`.
-        outcome: how the run ended: `done`, `crash`, `oom`, …; `infeasible` if it was not started.
-        log: the log of the rank that failed; it has the traceback.
-        same_as: an earlier run whose reduced recipe is the same, so that this one was not trained again.
-    """
+    """The end of a rehearsal."""
 
     run: str
     layout: str
-    state: str
-    outcome: str
+    state: str  # `ok` or `failed`
+    outcome: str  # how the run ended: `done`, `crash`, `oom`, …; `infeasible` if it was not started
     cause: str = ""
     processes: int = 0
     seconds: float = 0.0
-    log: str | None = None
-    same_as: str | None = None
+    log: str | None = None  # of the rank that failed; it has the traceback
+    same_as: str | None = None  # an earlier run with the same reduced recipe, so that this one was not trained again
     missing: tuple[str, ...] = ()
-
-    def to_mapping(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def rehearse(
@@ -256,33 +232,21 @@ _CURE = "remove that file, and prove the sweep again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ParityFile:
+class ParityFile:
+    """The content of a sweep's parity.json."""
+
+    rows: tuple[ProofRow, ...]
     time: str = ""
     reference: str = ""
 
 
-def read_parity(sweep: Path) -> dict[str, Any] | None:
-    """The content of a sweep's parity.json; None if it was never proved.
-
-    Raises:
-        ConfigError: the file is damaged, or of another version.
-    """
-    path = sweep / PARITY_FILE
-    value = read_object(path, cure=_CURE)
-    if value is None:
-        return None
-    as_typed(path, value, _ParityFile, schema=PARITY_SCHEMA, cure=_CURE)
-    rows = value.get("rows")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and isinstance(row.get("run"), str) for row in rows):
-        raise ConfigError("rows", type(rows).__name__, f"must be a list of rows in {path}", _CURE)
-    return value
+def read_parity(sweep: Path) -> ParityFile | None:
+    """None: the sweep was never proved. ConfigError: the file is damaged, or of another version."""
+    return read_typed(sweep / PARITY_FILE, ParityFile, schema=PARITY_SCHEMA, cure=_CURE)
 
 
-def write_parity(sweep: Path, rows: Sequence[Mapping[str, Any]], *, reference: str) -> Path:
+def write_parity(sweep: Path, rows: Sequence[ProofRow], *, reference: str) -> Path:
     """Write rows into a sweep's parity.json; the rows of runs that were not proved again stay. Returns the file.
-
-    Args:
-        rows: of `Row.to_mapping`; all rows of a run replace its earlier ones.
 
     Raises:
         ConfigError: an earlier file is damaged, another process writes it for too long, or the folder is read-only.
@@ -291,14 +255,8 @@ def write_parity(sweep: Path, rows: Sequence[Mapping[str, Any]], *, reference: s
     sweep.mkdir(parents=True, exist_ok=True)
     # Two commands may prove parts of one sweep at the same time.
     with claimed(sweep, "sweep", patience_seconds=_PATIENCE_SECONDS, file=_LOCK):
-        earlier = (read_parity(sweep) or {}).get("rows", [])
-        now = {row["run"] for row in rows}
-        kept = [row for row in earlier if row["run"] not in now]
-        value = {
-            "schema": PARITY_SCHEMA,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "reference": reference,
-            "rows": [*kept, *rows],
-        }
-        write_json(sweep / PARITY_FILE, value)
+        earlier, now = read_parity(sweep), {row.run for row in rows}
+        kept = [row for row in earlier.rows if row.run not in now] if earlier is not None else []
+        made = ParityFile(rows=(*kept, *rows), time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), reference=reference)
+        write_typed(sweep / PARITY_FILE, made, schema=PARITY_SCHEMA)
     return sweep / PARITY_FILE

@@ -218,22 +218,14 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """A recipe in one layout of few processes.
+    """A recipe in one layout of few processes."""
 
-    Attributes:
-        run: name of the run in its real size.
-        layout: the folded layout and the real one, as text.
-        missing: axes that this layout lacks, which another one of the run has.
-        recipe: reduced, resolved and checked; None: it cannot be reduced.
-        notes: differences from the original, apart from sizes.
-    """
-
-    run: str
-    layout: str
-    missing: tuple[str, ...] = ()
-    recipe: Recipe | None = None
+    run: str  # name of the run in its real size
+    layout: str  # the folded layout and the real one, as text
+    missing: tuple[str, ...] = ()  # axes that this layout lacks, which another one of the run has
+    recipe: Recipe | None = None  # reduced, resolved and checked; None: it cannot be reduced
     error: ConfigError | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # differences from the original, apart from sizes
 
 
 def reduce_all(
@@ -282,11 +274,7 @@ def reduce_all(
 
 
 def _reduce(case: Folded, sizes: Sizes, *, steps: int, runs: str, inductor: bool, saves: bool) -> Reduced:
-    """The recipe in these sizes.
-
-    Raises:
-        ConfigError: it cannot be reduced.
-    """
+    """The recipe in these sizes. ConfigError: it cannot be reduced."""
     recipe, layout = case.recipe, case.layout
     notes: list[str] = []
     model = _model(recipe, sizes, notes)

@@ -50,17 +50,11 @@ def in_fewer_bits(optimizer: OptimizerConfig, distances: Mapping[str, float]) ->
 
 
 class RunTolerance(NamedTuple):
-    """How far the logged numbers of two finished runs may differ, relative to those of the first run.
+    """How far the logged numbers of two finished runs may differ, relative to those of the first run."""
 
-    Attributes:
-        first_step: of loss and gradient norm in the first step, in which both have the same parameters.
-        loss: largest, of later steps.
-        grad_norm: median, of later steps.
-    """
-
-    first_step: float
-    loss: float
-    grad_norm: float
+    first_step: float  # of loss and gradient norm in the first step, in which both have the same parameters
+    loss: float  # largest, of later steps
+    grad_norm: float  # median, of later steps
 
 
 # In the first step layouts round different sums, but errors have not grown yet. Measured: 1e-7 in fp32, 7e-4 (of the

@@ -22,14 +22,10 @@ from titanlab.techniques.compile.schema import Compile
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredFigure:
-    """One figure of a rank.
-
-    Attributes:
-        name: `parameters of its stages`, `parameter bytes`, `block 3 saved bytes`, `shard all_gather bytes`, ….
-    """
+    """One figure of a rank."""
 
     rank: int
-    name: str
+    name: str  # `parameters of its stages`, `parameter bytes`, `block 3 saved bytes`, `shard all_gather bytes`, …
     declared: int
     traced: int
 
@@ -41,16 +37,11 @@ class DeclaredFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceComparison:
-    """The ranks of one recipe.
-
-    Attributes:
-        notes: one line for each difference from the requested recipe.
-        pairs: for each rank, its account as declared and as traced.
-    """
+    """The ranks of one recipe."""
 
     recipe: Recipe
-    notes: Sequence[str]
-    pairs: Sequence[tuple[RankAccount, RankAccount]]
+    notes: Sequence[str]  # one line for each difference from the requested recipe
+    pairs: Sequence[tuple[RankAccount, RankAccount]]  # for each rank, its account as declared and as traced
 
     @functools.cached_property
     def items(self) -> list[DeclaredFigure]:

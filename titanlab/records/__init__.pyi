@@ -4,12 +4,12 @@ from .claim import holder as holder
 from .claim import holder_of as holder_of
 from .claim import is_claimed as is_claimed
 from .claim import name_holder as name_holder
-from .files import as_typed as as_typed
 from .files import config_text as config_text
 from .files import loaded as loaded
 from .files import read_config as read_config
-from .files import read_object as read_object
 from .files import read_optional as read_optional
+from .files import read_typed as read_typed
+from .files import write_typed as write_typed
 from .files import yaml_excess as yaml_excess
 from .hang import CodeLine as CodeLine
 from .hang import Collective as Collective

@@ -74,37 +74,26 @@ def holder_of(folder: Path, *, file: str = FILE) -> tuple[str, int] | None:
 
 def is_claimed(folder: Path, *, file: str = FILE) -> bool:
     """Whether a live process has locked the folder; False if the file system has no locks."""
-    return is_locked(folder / file)
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a live process has locked a file; False if the file system has no locks."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(folder / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False  # There is no lock file, or no permission to read it, or it is a link, which nobody locks.
     try:
         # A shared lock, so that several processes can call this function at the same time.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+        return not _locked(descriptor, 0.0, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
-    return False
 
 
-def _locked(descriptor: int, patience_seconds: float) -> bool:
+def _locked(descriptor: int, patience_seconds: float, kind: int = fcntl.LOCK_EX) -> bool:
     end = time.monotonic() + patience_seconds
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() >= end:
                 return False
             time.sleep(_RETRY_SECONDS)
         except OSError:
             return True  # The file system has no locks.
-        else:
-            return True

@@ -13,36 +13,17 @@ import json
 import marshal
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 from titanlab.errors import ConfigError
-from titanlab.system import parse_json, read_text
+from titanlab.system import parse_json, read_text, write_json
 
 RESTORE = "restore that file, or the run's folder"
 T = TypeVar("T")
-
-
-def read_object(path: Path, *, cure: str = RESTORE) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no file.
-
-    Raises:
-        ConfigError: the file cannot be read, or does not contain an object.
-    """
-    try:
-        value = loaded(read_text(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        rule = f"cannot be read ({error.strerror or type(error).__name__})"
-        raise ConfigError("run", path, rule, "ask its owner for permission") from error
-    except ValueError as error:
-        raise ConfigError("run", path, f"is not JSON ({error})", cure) from error
-    if not isinstance(value, dict):
-        raise ConfigError("run", path, f"holds {type(value).__name__}, not an object", cure)
-    return value
 
 
 def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
@@ -55,26 +36,37 @@ def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -
     Raises:
         ConfigError: the file cannot be read, its schema differs, or a value has the wrong type.
     """
-    value = read_object(path, cure=cure)
-    return None if value is None else as_typed(path, value, kind, schema=schema, cure=cure)
-
-
-def as_typed(path: Path, value: Mapping[str, Any], kind: type[T], *, schema: int, cure: str = RESTORE) -> T:
-    """An object as a dataclass, as for `read_typed`."""
     # Imported here: the import takes time, and `titanlab --help` reads no records.
     import msgspec
 
+    try:
+        value = loaded(read_text(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror or type(error).__name__})"
+        raise ConfigError("run", path, rule, "ask its owner for permission") from error
+    except ValueError as error:
+        raise ConfigError("run", path, f"is not JSON ({error})", cure) from error
+    if not isinstance(value, dict):
+        raise ConfigError("run", path, f"holds {type(value).__name__}, not an object", cure)
     if value.get("schema", schema) != schema:
         rule = f"{path} has schema {value['schema']}, and this version of titanlab reads schema {schema}"
         raise ConfigError("schema", value["schema"], rule, "use the version that made it")
     try:
-        return msgspec.convert(value, kind)
+        # `str_keys`: JSON's keys are texts, also those of a mapping from numbers.
+        return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
         rule, _, place = str(error).partition(" - at ")
         if (missing := re.fullmatch(r"Object missing required field `(\w+)`", rule)) and not place:
             raise ConfigError(missing[1], None, f"is missing in {path}", cure) from error
         key = (re.findall(r"\w+", place.partition("$")[2]) or ["run"])[0]
         raise ConfigError(key, value.get(key), f"{rule[0].lower()}{rule[1:]} in {path}", cure) from error
+
+
+def write_typed(path: Path, record: Any, *, schema: int, durable: bool = False) -> None:
+    """Write a dataclass for `read_typed`; numbers that are not finite become null."""
+    write_json(path, {"schema": schema, **asdict(record)}, durable=durable)
 
 
 def read_optional(path: Path) -> dict[str, Any] | None:

@@ -142,17 +142,14 @@ _NAME = re.compile(r"rank-(\d{1,6})\.log")
 
 @dataclass(frozen=True, kw_only=True)
 class LogPart:
-    """The bytes from `start` to `end` of a rank's log, which one attempt has written.
-
-    Attributes:
-        begin, last: when the attempt began, and when it wrote last (estimates); seconds since the epoch.
-    """
+    """The bytes from `start` to `end` of a rank's log, which one attempt has written."""
 
     attempt: int
     rank: int
     path: Path
     start: int
     end: int
+    # When the attempt began, and when it wrote last: estimates, in seconds since the epoch.
     begin: float
     last: float
 

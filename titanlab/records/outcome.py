@@ -16,31 +16,23 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
-from titanlab.system import disk_fault, finite
+from titanlab.system import disk_fault
 
-SCHEMA = 1
 _CAUSE_LIMIT = 500
 _TRACEBACK_LIMIT = 20_000
 
 
 class OutcomeKind(enum.StrEnum):
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        exit_code: of the process; it identifies the kind even if the process wrote no result.
-        meaning: one sentence for people.
-        may_continue: whether the same recipe can succeed if it resumes from the last checkpoint.
-        automatic: whether a scheduler should resume the run without asking a person: the run did not cause its end.
-    """
-
-    exit_code: int
-    meaning: str
-    may_continue: bool
-    automatic: bool
+    exit_code: int  # of the process; it identifies the kind even if the process wrote no result
+    meaning: str  # one sentence for people
+    may_continue: bool  # whether the same recipe can succeed if it resumes from the last checkpoint
+    automatic: bool  # whether a scheduler should resume the run without asking a person: the run did not cause its end
 
     # With defaults, because type checkers treat `OutcomeKind(word)` as a call of this method.
     def __new__(cls, word: str, exit_code: int = 1, meaning: str = "", follows: str = "") -> OutcomeKind:
@@ -91,11 +83,6 @@ class Outcome:
     ended: float = field(default_factory=time.time)  # seconds since the epoch
     metrics: Mapping[str, Any] = field(default_factory=dict)  # medians, last loss, …, named as in metrics.jsonl
     scheduler: Mapping[str, Any] | None = None  # its record of the job: `job_id`, `state`, `exit_code`
-
-    def to_mapping(self) -> dict[str, Any]:
-        """The content of result.json; numbers that are not finite become null."""
-        mapping: dict[str, Any] = finite({"schema": SCHEMA, **asdict(self), "kind": self.kind.value})
-        return mapping
 
 
 _OOM = re.compile(

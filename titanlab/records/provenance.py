@@ -11,13 +11,13 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import titanlab
-from titanlab.system import output_of, parse_json, read_text
+from titanlab.system import parse_json, read_text, run_command
 
 # In a snapshot of the code, this file has the git state of the repository that was copied.
 RECORD = "code.json"
@@ -81,24 +81,19 @@ def git_state(package: Path) -> GitState | None:
 
 
 def _as_added(root: Path, name: str) -> str | None:
-    """The patch that adds one file, as git writes it; None for a large or binary file."""
-    path = root / name
+    """The patch that adds one file; None for a large file, or one that is not text in UTF-8."""
     try:
-        if path.stat().st_size > _FILE_LIMIT:
+        if (root / name).stat().st_size > _FILE_LIMIT:
             return None
-        lines = path.read_bytes().decode().split("\n")
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         return None
-    last = "" if lines[-1] == "" else "\\ No newline at end of file\n"
-    lines = lines if last else lines[:-1]
-    head = f"diff --git a/{name} b/{name}\nnew file mode 100644\n"
-    if not lines:
-        return head
-    body = "".join(f"+{line}\n" for line in lines)
-    return f"{head}--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n{body}{last}"
+    # git exits with 1 where files differ.
+    patch = _git(root, "diff", "--no-color", "--no-ext-diff", "--no-index", os.devnull, name, succeeds=(0, 1))
+    # Bytes that are not UTF-8 became �, and would not be those of the file.
+    return None if patch is None or "\nBinary files " in patch or "�" in patch else patch
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def _git(root: Path, *arguments: str, succeeds: Collection[int] = (0,)) -> str | None:
     """Output of a git command; None if it failed, took too long or git is not installed."""
     # Git sets GIT_DIR and similar variables for hooks; they would select another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -106,7 +101,9 @@ def _git(root: Path, *arguments: str) -> str | None:
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     # git refuses another owner's repository, whose settings could run programs. Its code runs here anyway.
     trusted = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false")
-    return output_of("git", *trusted, "-C", str(root), *arguments, seconds=_TIMEOUT_SECONDS, environ=environ)
+    words = ("git", *trusted, "-C", str(root), *arguments)
+    answer = run_command(*words, seconds=_TIMEOUT_SECONDS, environ=environ)
+    return answer.output if answer is not None and answer.code in succeeds else None
 
 
 SCHEMA = 1

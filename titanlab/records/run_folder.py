@@ -22,13 +22,13 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from titanlab.errors import ConfigError
 from titanlab.records import claim
-from titanlab.records.files import RESTORE, config_text, read_config, read_optional, read_typed
+from titanlab.records.files import RESTORE, config_text, read_config, read_optional, read_typed, write_typed
 from titanlab.records.identity import Identity
 from titanlab.records.logs import write_marks
 from titanlab.records.outcome import Outcome
@@ -321,7 +321,7 @@ class RunFolder:
     def write_status(self, status: Status) -> None:
         """Replace status.json. FolderGone: the run's folder was moved or removed."""
         try:
-            write_json(self.path / "status.json", {"schema": SCHEMA, **asdict(status)})
+            write_typed(self.path / "status.json", status, schema=SCHEMA)
         except FileNotFoundError as error:
             if self.path.is_dir():
                 raise
@@ -378,7 +378,7 @@ class RunFolder:
         if not self.path.is_dir():
             raise FolderGone(str(self.path))
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, outcome.to_mapping(), durable=True)
+        write_typed(path, outcome, schema=SCHEMA, durable=True)
 
     def keep_stopped(self, attempt: int, rank: int, words: str | None) -> None:
         """Keep a sentence about a rank that is stopped (SIGSTOP); None: the rank goes on."""

@@ -171,20 +171,21 @@ def _parity(folder: Path) -> list[Section]:
         return [replace(section, texts=[f"{PARITY_FILE} cannot be read: {error}"])]
     if parity is None:
         return []
-    failed = sum(row.get("passed") is not True for row in parity["rows"])
-    intro = f"{counted(len(parity['rows']), 'comparison')} with {parity['reference'] or 'the reference'}"
-    intro += f", {parity['time']}: " if parity["time"] else ": "
+    failed = sum(not row.passed for row in parity.rows)
+    intro = f"{counted(len(parity.rows), 'comparison')} with {parity.reference or 'the reference'}"
+    intro += f", {parity.time}: " if parity.time else ": "
     intro += "all within their tolerances." if not failed else f"{failed} not within the tolerance."
     headings = ["run", "layout", "precision", "verdict", "loss", "gradient norm", "gradient", "parameter", "tolerance"]
     rows = (
         [
-            run_cell(row["run"]),
-            *(_plain_text(row.get(name)) for name in ("layout", "precision")),
-            "PASS" if row.get("passed") is True else "FAIL" if row.get("passed") is False else "unknown",
-            *(_plain_text(row.get(name)) for name in ("loss", "grad_norm", "gradient", "parameter", "tolerance")),
-            _cut(str(row.get("reason") or "")),
+            run_cell(row.run),
+            row.layout,
+            row.precision,
+            "PASS" if row.passed else "FAIL",
+            *map(_plain_text, (row.loss, row.grad_norm, row.gradient, row.parameter, row.tolerance)),
+            _cut(row.reason),
         ]
-        for row in parity["rows"]
+        for row in parity.rows
     )
     return [replace(section, texts=[intro], tables=[table("Largest differences", [*headings, "reason"], rows)])]
 
@@ -193,11 +194,9 @@ def _plain_text(value: Any) -> str:
     """A value of parity.json: a text, a difference, a difference with its tensor, or tolerances by name."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_plain_text(inner)}" for key, inner in value.items())
-    if isinstance(value, list) and len(value) == 2:
+    if isinstance(value, tuple):
         return _plain_text(value[0]) + (f" ({value[1]})" if value[1] else "")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return "" if value is None else str(value)
-    return f"{value:.2g}"
+    return "" if value is None else f"{value:.2g}"
 
 
 def _provenance(facts: Facts) -> Section:

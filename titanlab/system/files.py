@@ -79,11 +79,7 @@ def open_to_read(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a file.
-
-    Raises:
-        OSError: it cannot be read, is not a regular file, or is larger than that.
-    """
+    """The content of a file. OSError: it cannot be read, is not a regular file, or is larger than that."""
     with open_to_read(path) as file:
         content = read_at_most(file, most_bytes + 1)
     if len(content) > most_bytes:

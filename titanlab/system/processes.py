@@ -14,14 +14,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """The result of a program.
+    """The result of a program."""
 
-    Attributes:
-        code: its exit code; -N if signal N ended it.
-        output, errors: its standard output and standard error, with unchanged line ends; invalid UTF-8 becomes �.
-    """
-
-    code: int
+    code: int  # its exit code; -N if signal N ended it
+    # With unchanged line ends; invalid UTF-8 becomes �.
     output: str
     errors: str
 

@@ -16,33 +16,22 @@ _GAP = "  "
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Numbers of a step, or of the steps since the last log line; None is not shown.
+    """Numbers of a step, or of the steps since the last log line; None is not shown."""
 
-    Attributes:
-        step, steps: optimizer steps done, and in all.
-        loss, grad_norm, learning_rate: of the last step.
-        tokens_per_second: of one device.
-        devices: number of devices; if there are several, the line shows the speed as tok/s/device.
-        mfu_percent: model FLOPs utilisation.
-        step_seconds, data_seconds: time of one step, and the part of it spent waiting for data.
-        memory_gib: peak of one device, or resident memory on CPU.
-        seconds_left: estimate for the rest of the run.
-        warming_up: whether the speeds include warm-up steps.
-    """
-
-    step: int
-    steps: int
+    step: int  # optimizer steps done
+    steps: int  # in all
+    # Of the last step.
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
-    tokens_per_second: float | None = None
-    devices: int = 1
-    mfu_percent: float | None = None
-    step_seconds: float | None = None
-    data_seconds: float | None = None
-    memory_gib: float | None = None
-    seconds_left: float | None = None
-    warming_up: bool = False
+    tokens_per_second: float | None = None  # of one device
+    devices: int = 1  # number of devices; if there are several, the line shows the speed as tok/s/device
+    mfu_percent: float | None = None  # model FLOPs utilisation
+    step_seconds: float | None = None  # of one step
+    data_seconds: float | None = None  # the part of it spent waiting for data
+    memory_gib: float | None = None  # peak of one device, or resident memory on CPU
+    seconds_left: float | None = None  # estimate for the rest of the run
+    warming_up: bool = False  # whether the speeds include warm-up steps
 
 
 @dataclass(frozen=True)

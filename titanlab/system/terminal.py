@@ -12,7 +12,6 @@ import collections
 import contextlib
 import io
 import os
-import re
 import select
 import sys
 import threading
@@ -25,7 +24,6 @@ from titanlab.system.files import open_to_write
 from titanlab.system.progress import COLOURS, PLAIN, Progress, kept_line, live_line, loss_text, plain_line
 from titanlab.system.text import harmless, harmless_lines
 
-_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _lost: list[OSError] = []
 
 
@@ -173,7 +171,7 @@ class Console:
         self._kept: Progress | None = None
         self._drawn_at = -float("inf")
         # Columns of the line that was drawn last; 0: there is none.
-        self._drawn = 0
+        self._is_drawn = False
         # What the run does before its first step, since when, and whether it was said that this takes long.
         self._phase: tuple[str, float] | None = None
         self._is_said = False
@@ -262,9 +260,9 @@ class Console:
             if self._latest not in (None, self._kept) and self.is_live:
                 self._draw()
                 self._write(self._stream, "\n")
-            elif self._drawn:
+            elif self._is_drawn:
                 self._write(self._stream, self._clearing())
-            self._latest, self._drawn = None, 0
+            self._latest, self._is_drawn = None, False
 
     def close(self) -> None:
         """End the phase and the progress line, and close the log file."""
@@ -291,20 +289,16 @@ class Console:
             line = self._style.faint + phase[: columns - 1] + self._style.off
         elif self._latest is not None:
             line = live_line(self._latest, self._losses, columns=columns, style=self._style, unicode=self._unicode)
-        elif self._drawn:
+        elif self._is_drawn:
             line = ""
         else:
             return
-        self._write(self._stream, (self._clearing() or _CLEAR_LINE) + line)
-        self._drawn, self._drawn_at = len(_SEQUENCE.sub("", line)), self._clock()
+        self._write(self._stream, _CLEAR_LINE + line)
+        self._is_drawn, self._drawn_at = bool(line), self._clock()
 
     def _clearing(self) -> str:
-        """The escape sequences that remove the drawn line; empty if there is none."""
-        if not self._drawn:
-            return ""
-        # A terminal that became narrower has wrapped the line; xterm cuts it off instead.
-        wraps = 0 if "XTERM_VERSION" in self._environ else (self._drawn - 1) // columns_of(self._stream)
-        return f"\r\x1b[{wraps}A\x1b[J" if wraps else _CLEAR_LINE
+        """The escape sequence that removes the drawn line; empty if there is none."""
+        return _CLEAR_LINE if self._is_drawn else ""
 
     def _phase_line(self) -> str | None:
         """The phase with its seconds; None if there is none."""
@@ -327,10 +321,10 @@ class Console:
 
     def _above(self, stream: TextIO, text: str) -> None:
         with self._lock:
-            was_drawn = self._drawn
+            was_drawn = self._is_drawn
             if was_drawn:
                 self._write(self._stream, self._clearing())
-                self._drawn = 0
+                self._is_drawn = False
             self._write(stream, text)
             if was_drawn:
                 self._draw()

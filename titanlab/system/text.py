@@ -137,17 +137,12 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        state: `ok`, `warn` (training works, perhaps worse), `fail` (training does not work).
-        hint: what to do about it; empty: nothing.
-    """
+    """One line of the report."""
 
     name: str
-    state: str
+    state: str  # `ok`, `warn` (training works, perhaps worse), `fail` (training does not work)
     text: str
-    hint: str = ""
+    hint: str = ""  # what to do about it; empty: nothing
 
 
 def ok(name: str, text: str) -> Finding:
