@@ -116,7 +116,7 @@ class InnerAttention(nn.Module):
         self.kernel = kernel
         self._backends: Sequence[SDPBackend] = [BACKENDS[kernel]] if kernel in BACKENDS else []
         # Inputs for which another order of kernels was measured as faster.
-        self._measured: Sequence[_Measured] = ()
+        self._measured: list[_Measured] = []
         self._package: Callable[..., Any] | None = None
 
     def prepare(self, device: torch.device) -> None:
@@ -133,14 +133,13 @@ class InnerAttention(nn.Module):
             capability = torch.cuda.get_device_capability(device)
             has_flash3 = choose_flash(self.kernel, capability)
             if self.kernel == "auto":
-                measured = []
                 for rule in kernel_rules(capability):
                     names = (*with_one_flash(rule.order, has_flash3=has_flash3), "math")
-                    # The last rule applies to all other inputs.
-                    self._backends = tuple(BACKENDS[name] for name in names)
                     dtype = None if rule.dtype is None else getattr(torch, rule.dtype)
-                    measured.append(_Measured(self._backends, dtype, rule.head_dim, rule.longest))
-                self._measured = measured[:-1]
+                    backends = tuple(BACKENDS[name] for name in names)
+                    self._measured.append(_Measured(backends, dtype, rule.head_dim, rule.longest))
+                # The last rule applies to all other inputs.
+                self._backends = self._measured.pop().backends
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         if documents is not None:
@@ -312,32 +311,27 @@ def block_mask(starts: Tensor) -> BlockMask:
     def mask_mod(sequence: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (key <= row) & (key >= starts[sequence, row])
 
+    tables = (masked_count, masked, whole_count, others)
     return BlockMask.from_kv_blocks(
-        _table_of_blocks(masked_count),
-        _table_of_blocks(masked),
-        _table_of_blocks(whole_count),
-        _table_of_blocks(others),
+        # The same for all heads: [batch, …] → [batch, 1, …].
+        *(numbers.to(torch.int32).unsqueeze(1).contiguous() for numbers in tables),
         BLOCK_SIZE=_BLOCK,
         mask_mod=mask_mod,
         seq_lengths=(seq_len, seq_len),
     )
 
 
-def _table_of_blocks(numbers: Tensor) -> Tensor:
-    """[batch, …] → int32 [batch, 1, …]: the same for all heads."""
-    return numbers.to(torch.int32).unsqueeze(1).contiguous()
-
-
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """FlexAttention (arXiv 2412.05496), compiled on a GPU: its eager form computes all scores."""
-    compiled = q.device.type == "cuda" and not torch.compiler.is_compiling()
-    compute: Any = _compiled() if compiled else flex_attention
+    compute: Any = flex_attention
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():
+        compute = _compiled_flex()
     output: Tensor = compute(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return output
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
