@@ -210,7 +210,6 @@ def scales(made):
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
         {"shard": 2},
         pytest.param({"shard": 2, "tensor": 2}, marks=pytest.mark.full),
         pytest.param({"replicate": 2, "shard": 2}, marks=pytest.mark.full),
