@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from tests import tiny
-from titanlab.costs import HIDDEN, Activation, Operation, Operator, Share, block_input, kept_activations
+from titanlab.costs import Share, block_input, kept_activations
 from titanlab.errors import ConfigError
-from titanlab.records import canonical
-from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.ac.recomputation import SelectedOperators
 from titanlab.techniques.ac.recomputation_schema import (
     PAPER,
@@ -116,24 +114,6 @@ def test_a_smaller_model_has_blocks_of_both_sorts(every, reduced):
     assert notes == ([] if every == reduced else [f"ac.every={every} is more than the blocks allow: 2"])
 
 
-def test_runs_from_before_blocks_could_be_kept_have_their_names():
-    assert canonical(SelectiveLayer(every=2)) == {"kind": "selective_layer", "every": 2}
-    assert canonical(SelectiveLayer(every=2, keep=True)) == {"kind": "selective_layer", "every": 2, "keep": True}
-
-
-def test_what_a_policy_of_another_package_gets_without_writing_it():
-    class Bare(ACConfig):
-        kind = "bare"
-
-    bare, block, share = Bare(), tiny.recipe("runs").model.block_operations(batch=2, seq_len=32), Share(element_bytes=2)
-    assert bare.saved_bytes(block, share, number=0) == share.bytes_of(kept_activations(block))
-    assert (bare.recomputed(block, number=0), bare.compiler_budget(), bare.describe()) == ((), None, "bare")
-    assert bare.reduced(note=print) is bare
-    blocks = {0: torch.nn.Linear(2, 2)}
-    bare.implementation().apply(blocks)
-    assert "forward" not in vars(blocks[0])
-
-
 def test_the_account_of_a_budget_lies_between_a_blocks_input_and_all_that_autograd_keeps():
     """The choice is the compiler's: titanlab wraps no block and repeats no collective."""
     block, share = tiny.recipe("runs").model.block_operations(batch=2, seq_len=32), Share(element_bytes=2)
@@ -153,13 +133,3 @@ def test_an_operator_that_takes_anothers_place_is_kept_as_that_is(printed, like)
         forward, _ = block.checkpoint_contexts()
         context = type("Context", (), {"is_recompute": False})
         assert forward.policy_fn(context, printed).name == kept
-
-
-def test_an_account_may_repeat_one_operation_and_every_second_time_it_is_left_out():
-    result = Activation(name="product", shape=(8,))
-    product = Operation(
-        name="product", kind="matmul", flops=0, output=(8,), operators=(Operator(names=(MM,), results=(result,)),)
-    )
-    share = Share(element_bytes=2)
-    kept = share.bytes_of([Activation(name=HIDDEN, shape=(8,)), result])
-    assert SelectiveOp(saved=[MM]).saved_bytes([product, product], share, number=0) == kept

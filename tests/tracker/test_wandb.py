@@ -438,9 +438,6 @@ def test_rows_are_dropped_while_wandb_hangs_and_the_end_is_not(pipe, monkeypatch
     assert found == [{"start": {}}, {"finish": {}}]
 
 
-# Signals that are ignored for good
-
-
 def test_an_offline_run_reports_no_errors_to_wandb(monkeypatch):
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "true")
     monkeypatch.delenv("WANDB_ERROR_REPORTING")
