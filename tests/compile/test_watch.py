@@ -62,25 +62,6 @@ def test_optimizers_compile_once_for_each_shape(monkeypatch):
     assert watched.metrics() == {SECONDS: 4.0, RECOMPILATIONS: 1}
 
 
-def test_the_first_surprise_is_told():
-    notes, warnings = [], []
-    compiled(lambda x: x + 1)(torch.ones(2))
-    watched = Watch(note=notes.append, warn=warnings.append)
-    # What was compiled before does not count.
-    assert watched.after_step(0, first=True) == 0
-    assert watched.metrics() == {}
-    double = compiled(lambda x: x * 2)
-    for step in (1, 2, 3, 4):
-        double(torch.ones(step))
-        assert watched.after_step(step, first=step == 1) > 0
-    assert watched.after_step(5, first=False) == 0
-    assert len(notes) == 1
-    assert "which no step counts: <lambda> (test_watch.py:" in notes[0]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("step 2: <lambda> (test_watch.py:")
-    assert watched.metrics()[RECOMPILATIONS] == 3
-
-
 class Meddler(story.Observer):
     """Changes after two steps what every block has been compiled for, and after three once more."""
 

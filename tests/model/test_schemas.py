@@ -50,9 +50,9 @@ WRONG = [
     ("mixtral_debug", {"active_experts": 5}, "model.active_experts=5: is more than the 4 experts; try 4"),
     ("qwen3_moe_debug", {"active_experts": 1}, "model.active_experts=1: must be at least 2: the weight of a single"),
     ("mixtral_debug", {"balance": "even"}, f"model.balance=even: no such choice; choose one of {', '.join(BALANCES)}"),
-    ("mixtral_debug", {"bias_rate": -0.1}, "model.bias_rate=-0.1: must be finite and at least 0; try 0.001"),
-    ("mixtral_debug", {"bias_rate": NAN}, "model.bias_rate=nan: must be finite"),
-    ("mixtral_debug", {"auxiliary_weight": INF}, "model.auxiliary_weight=inf: must be finite"),
+    ("mixtral_debug", {"bias_rate": -0.1}, "model.bias_rate=-0.1: must not be negative; try 0.001"),
+    ("mixtral_debug", {"bias_rate": NAN}, "model.bias_rate=nan: must not be negative"),
+    ("mixtral_debug", {"auxiliary_weight": INF}, "model.auxiliary_weight=inf: must be a finite number"),
 ]  # fmt: skip
 
 

@@ -243,8 +243,6 @@ def begun(made, run):
 
 
 RESUMES = [
-    (Float8Tensorwise(), {"shard": 2}, Float8Tensorwise(), {"tensor": 2}),
-    (Float8Tensorwise(), {"shard": 2, "tensor": 2}, Bf16(), {}),
     (Bf16(), {"shard": 2}, Float8Tensorwise(), {"pipeline": 2}),
     (Float8Tensorwise(), {"pipeline": 2}, Float8Rowwise(), {"shard": 2}),
 ]

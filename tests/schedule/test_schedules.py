@@ -85,7 +85,7 @@ def test_numbers_of_stages(kind):
     assert {type(each) for each in others} == {type(schedule.config)}
     if kind in LOOPED:
         assert [each.stages_per_rank for each in others] == [2, 4, 8]
-        with pytest.raises(ConfigError, match="schedule.stages_per_rank=0: every rank has at least one stage; try 2"):
+        with pytest.raises(ConfigError, match="schedule.stages_per_rank=0: must be at least 1; try 2"):
             Schedule(kind, 0)
     else:
         assert others == [schedule.config]

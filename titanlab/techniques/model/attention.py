@@ -311,10 +311,15 @@ def block_mask(starts: Tensor) -> BlockMask:
     def mask_mod(sequence: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (key <= row) & (key >= starts[sequence, row])
 
-    tables = (masked_count, masked, whole_count, others)
+    # The same for all heads: [batch, …] → [batch, 1, …].
+    masked_count, masked, whole_count, others = (
+        numbers.to(torch.int32).unsqueeze(1).contiguous() for numbers in (masked_count, masked, whole_count, others)
+    )
     return BlockMask.from_kv_blocks(
-        # The same for all heads: [batch, …] → [batch, 1, …].
-        *(numbers.to(torch.int32).unsqueeze(1).contiguous() for numbers in tables),
+        masked_count,
+        masked,
+        whole_count,
+        others,
         BLOCK_SIZE=_BLOCK,
         mask_mod=mask_mod,
         seq_lengths=(seq_len, seq_len),

@@ -97,7 +97,6 @@ class Float8(Bf16):
     mfu_note: ClassVar[str] = "model FLOPs over the bf16 peak"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         # The command line gives a bare true or false as a boolean.
         object.__setattr__(self, "emulate", str(self.emulate).lower())
         if self.emulate not in EMULATE:

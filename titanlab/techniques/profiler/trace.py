@@ -310,41 +310,39 @@ class TraceProfiler(WindowsProfiler):
         name = f"attempt-{self._attempt}-steps-{self._first}-{self._last}-rank-{self._rank}"
         if not write_whole(self._traces / f"{name}.json.gz", write, self.links.failed):
             return
-        operators, key = costliest(running)
+        operators = costliest(running)
         table = self._traces / f"{name}.operators.csv"
         write_whole(table, functools.partial(_write_table, operators), self.links.failed)
-        steps, whole = self._last - self._first + 1, sum(each[key] for each in operators)
-        row = {f"operators/{each[0]}(s)": each[key] / steps for each in operators[:_OPERATORS]}
-        shown = ", ".join(f"{each[0]} {100 * each[key] / whole:.1f}%" for each in operators[:_SHOWN])
+        steps, whole = self._last - self._first + 1, sum(each[0] for each in operators)
+        row = {f"operators/{each[1]}(s)": each[0] / steps for each in operators[:_OPERATORS]}
+        shown = ", ".join(f"{each[1]} {100 * each[0] / whole:.1f}%" for each in operators[:_SHOWN])
         if row:
             text = f"steps {self._first} to {self._last}, costliest operators of rank 0: {shown}"
             self.links.report("operators", self._last, row, [text])
 
 
-# Name, calls, and seconds of the host and of the device, in all steps and without the operators that it calls.
-_Operator = tuple[str, int, float, float]
+# Seconds, name, calls, seconds of the host and of the device: in all steps, without the operators that it calls.
+_OperatorTime = tuple[float, str, int, float, float]
 
 
-def costliest(running: profile) -> tuple[list[_Operator], int]:
-    """The operators of a profile, the costliest first, and the place of the time by which they are sorted.
-
-    It is the time of the device, or of the host in a profile without a device.
-    """
-    found: list[_Operator] = [
+def costliest(running: profile) -> list[_OperatorTime]:
+    """The operators of a profile, the costliest first: by the device, or by the host in a profile without a device."""
+    found = [
         (event.key, event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
         for event in running.key_averages()
         # The device's own events are its kernels, whose time the operators have too.
         if event.device_type == DeviceType.CPU and not event.is_user_annotation
     ]
-    key = 3 if any(device for *_, device in found) else 2
-    return sorted((each for each in found if each[key] > 0), key=lambda each: -each[key]), key
+    on_device = any(device for *_, device in found)
+    timed = ((device if on_device else host, name, calls, host, device) for name, calls, host, device in found)
+    return sorted((each for each in timed if each[0] > 0), key=lambda each: -each[0])
 
 
-def _write_table(operators: Sequence[_Operator], path: Path) -> None:
+def _write_table(operators: Sequence[_OperatorTime], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("operator", "calls", "host_seconds", "device_seconds"))
-        writer.writerows(operators)
+        writer.writerows(each[1:] for each in operators)
 
 
 class BreakdownProfiler(WindowsProfiler):
