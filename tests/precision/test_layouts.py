@@ -51,7 +51,7 @@ LAYOUTS = {
     "tied, fsdp": {"shard": 2, "tied_embeddings": True},
     "tied, tp": {"tensor": 2, "tied_embeddings": True},
 }
-ALWAYS = {("fp16", "tp"), ("bf16, edges in fp32", "pp")}
+ALWAYS = {("bf16, edges in fp32", "pp")}
 ROWS = [
     *[(precision, layout) for precision in ("bf16", "fp16") for layout in ("fsdp", "tp", "fsdp-tp", "pp", "cp")],
     *[("bf16, edges in fp32", each) for each in ("fsdp", "tp", "fsdp-tp", "pp", "cp", "tied, fsdp", "tied, tp")],
