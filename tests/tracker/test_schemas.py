@@ -42,8 +42,6 @@ def test_no_tracker_imports_what_it_tracks_with():
         (Wandb, {"mode": "on"}, "tracker.mode"),
         (Wandb, {"project": ""}, "tracker.project"),
         *((Wandb, {"project": f"a{letter}b"}, "tracker.project=.*must be 1 to 128 characters") for letter in "/\\#?%:"),
-        (Wandb, {"entity": "x" * 129}, "tracker.entity"),
-        (Wandb, {"group": "a#b"}, "tracker.group"),
         (Wandb, {"tags": ["ok", ""]}, "tracker.tags"),
         (Wandb, {"tags": ["x" * 65]}, "tracker.tags"),
         (Wandb, {"finish_seconds": -1.0}, "tracker.finish_seconds"),
