@@ -24,9 +24,9 @@ from torch.backends.cuda import (
 
 from titanlab.costs import FLASH3, order
 from titanlab.techniques.model.attention import (
+    ROWS_OF_TILE,
     by_token,
     choose_flash,
-    document_tiling,
     tiled_attention,
     tiled_attention_backward,
 )
@@ -86,13 +86,13 @@ class Cpu(AttentionKernel):
         return dq, dk, dv
 
     def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = tiled_attention(q, k, v, starts, *document_tiling(q))
+        out, lse = tiled_attention(q, k, v, starts, ROWS_OF_TILE)
         return out, lse
 
     def documents_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, starts: Tensor
     ) -> Gradients:
-        dq, dk, dv = tiled_attention_backward(grad, q, k, v, starts, out, lse, *document_tiling(q))
+        dq, dk, dv = tiled_attention_backward(grad, q, k, v, starts, out, lse, ROWS_OF_TILE)
         return dq, dk, dv
 
 
