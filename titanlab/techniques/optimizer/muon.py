@@ -135,8 +135,7 @@ class MuonFactory:
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         config = self._config
         matrices = [p for name, p in parameters.items() if config.applies_to(name, p.ndim)]
-        chosen = set(matrices)
-        others = [p for p in parameters.values() if p not in chosen]
+        others = [p for name, p in parameters.items() if not config.applies_to(name, p.ndim)]
         parts: list[torch.optim.Optimizer] = []
         if matrices:
             parts.append(

@@ -129,7 +129,7 @@ class _Sampler:
         self._hooks = []
         for name, layer in layers.items():
             # The gathers of FSDP2 are part of the layer: its hook that frees runs after this one.
-            self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._begin, name), prepend=True))
+            self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True))
             self._hooks.append(layer.register_forward_hook(functools.partial(self._end, name), prepend=True))
         self._note()
         self._thread = threading.Thread(target=self._sample, name="memory profiler", daemon=True)
@@ -147,20 +147,17 @@ class _Sampler:
             self._enter("")
             self._phase = outer
 
-    def _enter(self, layer: str) -> None:
+    def _enter(self, layer: str, *_: Any) -> None:
         self._note()
         self._layer = layer
         self._note()
-
-    def _begin(self, layer: str, *_: Any) -> None:
-        self._enter(layer)
 
     def _end(self, layer: str, _: nn.Module, __: Any, output: Any) -> None:
         # A block that is recomputed ends in its own backward.
         if self._phase != "backward":
             self._enter("")
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(self._begin, layer))
+            output.register_hook(functools.partial(self._enter, layer))
 
     def close(self) -> dict[str, float]:
         """The peaks in GiB, by phase, 0 for a phase that was not entered; then by layer and pass."""
