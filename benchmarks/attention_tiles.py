@@ -1,7 +1,7 @@
 """Causal attention on a CPU in tiles of queries beside torch's kernel, forward and backward, by size and dtype.
 
 Prints one JSON object: processor time of torch's kernel in ms, and how many times as fast each tiling is, from the
-least of several alternated calls. `*` marks the tiling that `titanlab.techniques.model.attention.tiling` chooses.
+least of several alternated calls. `*` marks the tiles that `titanlab.techniques.model.attention` chooses, if any.
 `--write` also keeps it under benchmarks/results/.
 
     OMP_NUM_THREADS=1 python benchmarks/attention_tiles.py     about four minutes
@@ -23,17 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlab.techniques.model.attention import Tiling, tiled_attention, tiling
+from titanlab.techniques.model.attention import ROWS_OF_TILE, tiled_attention, tiles_are_faster
 
 KEPT = Path(__file__).parent / "results" / "attention_tiles.json"
 # (heads, key/value heads, head_dim)
 HEADS = ((8, 4, 32), (8, 8, 32), (8, 2, 64), (8, 8, 64), (8, 2, 128))
 LENGTHS = (128, 192, 256, 384, 512, 768, 1024, 2048)
 TOKENS = 2048
-TILINGS = {
-    torch.float32: (Tiling(64, True), Tiling(128, True), Tiling(256, True)),
-    torch.bfloat16: (Tiling(64, True), Tiling(128, True), Tiling(128, False), Tiling(256, False)),
-}
+# Rows of a tile.
+TILES = (64, 128, 256)
 
 
 def main() -> None:
@@ -43,7 +41,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep the figures under benchmarks/results/")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measured(heads, seq_len, dtype, args.times) for dtype in TILINGS for heads in HEADS for seq_len in LENGTHS]
+    rows = [
+        measured(heads, seq_len, dtype, args.times)
+        for dtype in (torch.float32, torch.bfloat16)
+        for heads in HEADS
+        for seq_len in LENGTHS
+    ]
     figures = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
@@ -64,9 +67,9 @@ def measured(heads: tuple[int, int, int], seq_len: int, dtype: torch.dtype, time
         torch.randn(batch, seq_len, count, head_dim, dtype=dtype).transpose(1, 2).requires_grad_()
         for count in (queries, shared, shared)
     )
-    grad, chosen = torch.randn_like(q), tiling(q, k, v)
+    grad, chosen = torch.randn_like(q), ROWS_OF_TILE if tiles_are_faster(q, k, v) else 0
     # A sequence that is one tile is the same kernel, in float32.
-    tilings = [each for each in TILINGS[dtype] if each.rows < seq_len or (each.in_float32 and dtype != torch.float32)]
+    tilings = [each for each in TILES if each < seq_len or dtype != torch.float32]
 
     def run(attend: Callable[[], Tensor]) -> float:
         begun = time.process_time()
@@ -76,10 +79,10 @@ def measured(heads: tuple[int, int, int], seq_len: int, dtype: torch.dtype, time
     def whole() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=queries != shared)
 
-    taken: dict[Tiling | None, list[float]] = {each: [] for each in (None, *tilings)}
+    taken: dict[int | None, list[float]] = {each: [] for each in (None, *tilings)}
     for number in range(times + 1):
         for each, seconds in taken.items():
-            spent = run(whole if each is None else lambda each=each: tiled_attention(q, k, v, None, *each)[0])
+            spent = run(whole if each is None else lambda each=each: tiled_attention(q, k, v, None, each)[0])
             if number:
                 seconds.append(spent)
     least = {each: min(seconds) for each, seconds in taken.items()}
@@ -91,12 +94,10 @@ def measured(heads: tuple[int, int, int], seq_len: int, dtype: torch.dtype, time
         "batch": batch,
         "seq_len": seq_len,
         "torch_ms": round(1e3 * least[None], 1),
-        "times_as_fast": {_label(each, chosen): round(least[None] / least[each], 2) for each in tilings},
+        "times_as_fast": {
+            f"{each} rows{' *' if each == chosen else ''}": round(least[None] / least[each], 2) for each in tilings
+        },
     }
-
-
-def _label(each: Tiling, chosen: Tiling | None) -> str:
-    return f"{each.rows} rows{' in float32' if each.in_float32 else ''}{' *' if each == chosen else ''}"
 
 
 if __name__ == "__main__":

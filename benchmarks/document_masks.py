@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanlab.techniques.model.attention import document_tiling, tiled_attention, tiling, visible
+from titanlab.techniques.model.attention import ROWS_OF_TILE, tiled_attention, tiles_are_faster, visible
 
 KEPT = Path(__file__).parent / "results" / "document_masks.json"
 TOKENS = 4096
@@ -86,8 +86,8 @@ def measured(seq_len: int, mean: int, dtype: torch.dtype, times: int) -> dict[st
     if mean >= ROWS[0] // 2:
         ways["one call a document"] = lambda: _one_by_one(q, k, v, starts)
     for rows in ROWS:
-        chosen = "*" if rows == document_tiling(q).rows else ""
-        ways[f"tiles of {rows}{chosen}"] = lambda rows=rows: tiled_attention(q, k, v, starts, rows, True)[0]
+        chosen = "*" if rows == ROWS_OF_TILE else ""
+        ways[f"tiles of {rows}{chosen}"] = lambda rows=rows: tiled_attention(q, k, v, starts, rows)[0]
     least = dict.fromkeys(ways, float("inf"))
     gradient = torch.randn(q.shape, generator=generator).to(dtype)
     for _ in range(times):
@@ -105,10 +105,9 @@ def measured(seq_len: int, mean: int, dtype: torch.dtype, times: int) -> dict[st
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    chosen = tiling(q, k, v)
-    if chosen is None:
+    if not tiles_are_faster(q, k, v):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    output: Tensor = tiled_attention(q, k, v, None, *chosen)[0]
+    output: Tensor = tiled_attention(q, k, v, None, ROWS_OF_TILE)[0]
     return output
 
 

@@ -89,8 +89,8 @@ training.validate_every=-1 ⇒ training.validate_every=-1: must not be negative;
 training.max_grad_norm=nan ⇒ training.max_grad_norm=nan: must be a positive number; try 1.0, or null
 optimizer.lr=inf ⇒ optimizer.lr=inf: must be positive and finite; try 3e-4
 optimizer.betas=[0.9] ⇒ optimizer.betas=[0.9]: must be two numbers in [0, 1); try [0.9,0.95]
-optimizer.weight_decay=-1 ⇒ optimizer.weight_decay=-1.0: must be finite and not negative; try 0.1
-optimizer.schedule.decay=step ⇒ optimizer.schedule.decay=step: is not a decay; try linear, cosine, sqrt
+optimizer.weight_decay=-1 ⇒ optimizer.weight_decay=-1.0: must not be negative; try 0.1
+optimizer.schedule.decay=step ⇒ optimizer.schedule.decay=step: no such choice; choose one of linear, cosine, sqrt
 optimizer.schedule.floor=2 ⇒ optimizer.schedule.floor=2.0: must lie between 0 and 1; try 0.1
 cluster.accelerator=tpu ⇒ cluster.accelerator=tpu: no such choice; choose one of auto, cpu, cuda
 cluster.peak_tflops=nan ⇒ cluster.peak_tflops=nan: must be a positive number; try 989, or null
@@ -198,7 +198,7 @@ parallelism.pipeline=3 model.layers=4 parallelism.split=[layers.3,layers.1] ⇒ 
 parallelism.pipeline=2 parallelism.split=2 ⇒ parallelism.split=2: must be a list of texts or null; try null
 parallelism.pipeline=2 model.layers=4 schedule=zero_bubble ⇒ schedule=zero_bubble: is not an option of this group; try interleaved_zero_bubble; known: 1f1b, csv, dualpipe_v, gpipe, interleaved_1f1b, interleaved_…
 parallelism.pipeline=2 model.layers=4 schedule=1f1b schedule.stages_per_rank=2 ⇒ schedule.stages_per_rank=2: is not a key of this recipe; it belongs to another schedule: try schedule=dualpipe_v
-parallelism.pipeline=2 model.layers=4 schedule=interleaved_1f1b schedule.stages_per_rank=0 ⇒ schedule.stages_per_rank=0: every rank has at least one stage; try 2
+parallelism.pipeline=2 model.layers=4 schedule=interleaved_1f1b schedule.stages_per_rank=0 ⇒ schedule.stages_per_rank=0: must be at least 1; try 2
 parallelism.pipeline=2 model.layers=4 schedule=zbv schedule.stages_per_rank=3 ⇒ schedule.stages_per_rank=3: stages go down the ranks and back up, so each rank has two; try 2, or schedule=interleaved_zero_bubble
 parallelism.pipeline=2 model.layers=4 schedule=dualpipe_v training.microbatch=4 ⇒ schedule=dualpipe_v: needs at least 4 microbatches, one for each of its stages, and a step has 2; try schedule=zbv, or training.global_batch times 2
 parallelism.pipeline=2 model.layers=4 schedule=csv ⇒ schedule.file=: names no file; write one with `titanlab schedule 1f1b --csv my.csv`: schedule.file=my.csv

@@ -30,10 +30,14 @@ def test_a_validation_may_compile_everything_once_more(validates_first):
     def surprises(size, *, evaluating):
         with torch.set_grad_enabled(not evaluating):
             double(torch.ones(size))
-        return [each.surprise for each in watched.look(evaluating=evaluating)[1]]
+        if evaluating:
+            watched.after_validation(1)
+        else:
+            watched.after_step(1, first=False)
+        return watched.metrics()[RECOMPILATIONS]
 
-    assert surprises(2, evaluating=validates_first) == surprises(2, evaluating=not validates_first) == [False]
-    assert surprises(3, evaluating=True) == surprises(4, evaluating=False) == [True]
+    assert surprises(2, evaluating=validates_first) == surprises(2, evaluating=not validates_first) == 0
+    assert [surprises(3, evaluating=True), surprises(4, evaluating=False)] == [1, 2]
 
 
 def test_optimizers_compile_once_for_each_shape(monkeypatch):
@@ -50,33 +54,12 @@ def test_optimizers_compile_once_for_each_shape(monkeypatch):
 
     given = records({}, {"start_time_us": 1_000_000, "end_time_us": 3_000_000})
     monkeypatch.setattr(utils, "get_compilation_metrics", lambda: given)
-    seconds, found = watched.look(first=True)
     # Time that overlaps counts once.
-    assert seconds == 3.0
-    assert [each.surprise for each in found] == [False, False]
+    assert watched.after_step(1, first=True) == 3.0
+    assert watched.metrics()[RECOMPILATIONS] == 0
     given += records({"start_time_us": 5_000_000, "end_time_us": 6_000_000})
-    assert [each.surprise for each in watched.look()[1]] == [True]
-
-
-def test_the_first_surprise_is_told():
-    notes, warnings = [], []
-    watched = Watch(note=notes.append, warn=warnings.append)
-    assert watched.metrics() == {}
-    double = compiled(lambda x: x * 2)
-    for step in (1, 2, 3, 4):
-        double(torch.ones(step))
-        assert watched.after_step(step, first=step == 1) > 0
-    assert watched.after_step(5, first=False) == 0
-    assert len(notes) == 1
-    assert "which no step counts: <lambda> (test_watch.py:" in notes[0]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("step 2: <lambda> (test_watch.py:")
-    assert watched.metrics()[RECOMPILATIONS] == 3
-
-
-def test_what_was_compiled_before_does_not_count():
-    compiled(lambda x: x + 1)(torch.ones(2))
-    assert Watch().look() == (0.0, [])
+    assert watched.after_step(2, first=False) == 1.0
+    assert watched.metrics() == {SECONDS: 4.0, RECOMPILATIONS: 1}
 
 
 class Meddler(story.Observer):

@@ -126,43 +126,6 @@ def test_what_is_not_printed_is_noticed() -> None:
     assert not prints(said, "  precision   rounded, 8 bits")
 
 
-# A mistake in a method of each section: file, the line as it is, the line with the mistake, and mypy's code for it.
-MISTAKES = {
-    "A precision": (
-        "rounded_weights/precision_schema.py",
-        "def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:",
-        "def describe(self, model: ModelAccount, *, accelerator: str) -> str:",
-        "override",
-    ),
-    "An activation checkpointing policy": ("ac_offload/offload.py", "def apply(", "def applied(", "abstract"),
-    "An optimizer": (
-        "lion/lion_schema.py",
-        "def state_bytes(self, parameter: Stored) -> int:",
-        "def state_bytes(self, parameter: str) -> int:",
-        "override",
-    ),
-    "A model": (
-        "meanlm/mean_schema.py",
-        "def block_operations(self, *, batch: int, seq_len: int)",
-        "def block_operations(self, *, batch: int)",
-        "override",
-    ),
-    "A schedule": (
-        "shallow_pipeline/shallow_schema.py",
-        "def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:",
-        "def actions(self, *, ranks: int, microbatches: int) -> list[Action]:",
-        "override",
-    ),
-    "A tracker": ("csvlog/csv_tracker.py", "*, time: float | None = None) -> None:", ") -> None:", "override"),
-    "A launcher": (
-        "nohup_jobs/launcher.py",
-        "def find(self, sweep: Path, submission: Submission) -> str | None:",
-        "def find(self, sweep: Path, submission: Submission) -> int:",
-        "override",
-    ),
-}
-
-
 def mypy_of(packages: Iterable[dict[str, str]], site: Path) -> str:
     """What mypy says about packages that are installed beside titanlab, with the settings of titanlab."""
     paths = []
@@ -186,18 +149,6 @@ def mypy_of(packages: Iterable[dict[str, str]], site: Path) -> str:
 def test_every_section_is_typed(tmp_path: Path) -> None:
     said = mypy_of((section.files for section in sections().values()), tmp_path.resolve())
     assert said.startswith("Success: no issues found in "), said
-
-
-@pytest.mark.full
-def test_mypy_finds_a_mistake_in_a_method_of_each_section(tmp_path: Path) -> None:
-    packages = {title: dict(section.files) for title, section in sections().items()}
-    assert packages.keys() == MISTAKES.keys()
-    for title, (file, line, mistake, _) in MISTAKES.items():
-        assert line in packages[title][file]
-        packages[title][file] = packages[title][file].replace(line, mistake)
-    said = mypy_of(packages.values(), tmp_path.resolve())
-    for file, _, _, code in MISTAKES.values():
-        assert re.search(rf"{file.rpartition('/')[0]}/\w+\.py:\d+: error: .*\[{code}\]", said), said
 
 
 @pytest.mark.full

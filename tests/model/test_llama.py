@@ -97,7 +97,7 @@ def test_against_the_formulas(change):
 
 
 def test_far_positions_keep_their_angles():
-    table = llama.rope_table(load("llama3_8b"), seq_len=100_001)
+    table = llama.rope_table(load("debug"), seq_len=100_001)
     assert table.dtype == torch.float32
     assert table[100_000, 0, 0].item() == pytest.approx(math.cos(100_000), abs=1e-7)
 
@@ -137,11 +137,10 @@ def test_a_stage_with_a_tied_head_needs_the_table():
 @pytest.mark.parametrize(
     "config",
     [
-        load("llama_5m"),
         load("llama_5m", tied_embeddings=True),
         load("llama_5m", dim=1024, heads=16, layers=2, ffn_dim=2816),
     ],
-    ids=["llama_5m", "tied", "wide"],
+    ids=["tied", "wide"],
 )
 def test_the_first_loss_is_that_of_a_uniform_guess(config):
     model = built(config, seq_len=128)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from tests import tiny
-from tests.optimizer.layouts import CUTS, gentle, gradients, hold_layouts, parameters, stepped
+from tests.optimizer.layouts import CUTS, gentle, gradients, parameters, stepped
 from tests.pool import RankFailure
 from tests.train.test_resume import STEPS, STOP, attempt, same_bits, stopped
 from titanlab.checkpoint.folders import step_folder
@@ -19,12 +18,7 @@ from titanlab.techniques.optimizer.contract import Schedule
 from titanlab.techniques.optimizer.optimizers_schema import AdamW, AdamW4bit, AdamW8bit, AdamWFp8, Muon
 
 LOW_BIT = (AdamW8bit, AdamW4bit, AdamWFp8)
-# How far parameters of a training may be from those of one process. Of few bits: gradients of another layout differ in
-# their last bit, which now and then gives an average another code: a step of a 256th to a 16th of its block's largest,
-# for one element. A parameter's tensor feels one code in some ten thousand. Muon's iteration runs in bfloat16: where a
-# gradient's last bit turns a rounding, an element enters 0.4 % larger or smaller, and small singular directions are
-# enlarged most. Five steps leave 1.3e-3 of a parameter; losses hardly see it.
-BANDS = {**dict.fromkeys(LOW_BIT, 5e-4), Muon: 5e-3}
+ALL = (*LOW_BIT, Muon)
 
 
 def full(*values):
@@ -141,19 +135,14 @@ def test_muons_momentum_in_bf16_is_not_divided_in_place():
     assert all(value.isfinite().all() for value in found.values())
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("schema", BANDS)
-def test_a_layout_trains_as_one_process(traces, schema):
-    hold_layouts(partial(traces, layers=4, steps=5, global_batch=8, optimizer=in_blocks(schema)), BANDS[schema])
-
-
 @pytest.mark.parametrize(
     ("schema", "layout"),
     [
-        *((schema, {}) for schema in BANDS),
+        *((schema, {}) for schema in (AdamW8bit, Muon)),
+        *(full(schema, {}) for schema in (AdamW4bit, AdamWFp8)),
         *(full(schema, {"shard": 2}) for schema in (AdamW8bit, Muon)),
-        *(full(schema, {"shard": 2, "tensor": 2}) for schema in BANDS),
-        *(full(schema, {"pipeline": 2, "microbatch": 2}) for schema in BANDS),
+        *(full(schema, {"shard": 2, "tensor": 2}) for schema in ALL),
+        *(full(schema, {"pipeline": 2, "microbatch": 2}) for schema in ALL),
     ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(pool, tmp_path, schema, layout):
@@ -167,7 +156,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, tmp_path, schema, layout):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schema", BANDS)
+@pytest.mark.parametrize("schema", ALL)
 def test_a_run_goes_on_under_another_layout(pool, tmp_path, schema):
     given = {"optimizer": in_blocks(schema)}
     made, run, _ = stopped(pool, tmp_path, shard=2, tensor=2, **given)

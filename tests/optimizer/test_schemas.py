@@ -46,21 +46,12 @@ H200, A100 = "NVIDIA H200", "NVIDIA A100-SXM4-80GB"
         # torch raises an error at 100 steps, in the first step.
         *((Muon, {"newton_schulz_steps": steps}) for steps in (0, 100)),
         (Muon, {"adjust_lr": "half"}),
-        (Muon, {"lr": 0.0}),
-        (Muon, {"betas": [0.9]}),
     ],
 )
 def test_impossible_values_are_refused(schema, change):
     with pytest.raises(ConfigError) as refused:
         schema(**change)
     assert refused.value.key == f"optimizer.{next(iter(change))}"
-
-
-def test_values_at_the_ends_of_their_ranges_are_taken():
-    config = AdamW(betas=[0.0, 0.0], weight_decay=0.0, rounding="nearest")
-    assert (config.betas, config.weight_decay, config.rounding) == ((0.0, 0.0), 0.0, "nearest")
-    for steps in (1, 99):
-        assert Muon(momentum=0.0, newton_schulz_steps=steps).newton_schulz_steps == steps
 
 
 def given(**changed):

@@ -2,18 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
-
 from tests import tiny
-from tests.precision.curves import Curves
 from titanlab.costs import Layout
 from titanlab.recipe.recipe_rules import setting
-
-
-@pytest.fixture(scope="session")
-def curves(pool, tmp_path_factory):
-    """A hundred losses on real text, by precision."""
-    return Curves(pool, tmp_path_factory.mktemp("curves"))
 
 
 def given(*, device="cpu", layout=None, model=None, **changed):

@@ -107,8 +107,8 @@ def test_experts_multiply_in_bf16(kind):
     assert told == f"{kind().kind}: 8 linear layers, not output, experts in bfloat16, emulated"
 
 
-@pytest.mark.parametrize("kind", RECIPES)
-def test_the_mfu_is_held_against_the_peak_of_bfloat16_and_says_so(kind):
+def test_the_mfu_is_held_against_the_peak_of_bfloat16_and_says_so():
+    kind = Float8Rowwise
     cluster = Cluster(accelerator="cuda", device="NVIDIA H100 80GB HBM3")
     recipe = dataclasses.replace(tiny.recipe("runs", precision=kind()), cluster=cluster)
     constants = work(recipe, torch.device("cuda"))
@@ -210,7 +210,6 @@ def scales(made):
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
         {"shard": 2},
         pytest.param({"shard": 2, "tensor": 2}, marks=pytest.mark.full),
         pytest.param({"replicate": 2, "shard": 2}, marks=pytest.mark.full),
@@ -244,8 +243,6 @@ def begun(made, run):
 
 
 RESUMES = [
-    (Float8Tensorwise(), {"shard": 2}, Float8Tensorwise(), {"tensor": 2}),
-    (Float8Tensorwise(), {"shard": 2, "tensor": 2}, Bf16(), {}),
     (Bf16(), {"shard": 2}, Float8Tensorwise(), {"pipeline": 2}),
     (Float8Tensorwise(), {"pipeline": 2}, Float8Rowwise(), {"shard": 2}),
 ]

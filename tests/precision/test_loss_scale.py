@@ -80,11 +80,8 @@ def test_a_state_goes_on_where_it_was():
 
 OPTIMIZERS = {
     "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3, fused=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3, foreach=False),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.3),
     "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.3, fused=True),
-    "fused adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
 }
 
 

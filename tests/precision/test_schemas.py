@@ -28,14 +28,11 @@ INF, NAN = float("inf"), float("nan")
 
 # Fields; how the line begins; other values of them, which the line names and which are taken.
 FIELDS = [
-    (Fp32, {"reduce": "bf16"}, "precision.reduce=bf16: fp32 is the reference", {"reduce": "fp32"}),
-    (Bf16, {"reduce": ""}, "precision.reduce=: is not a dtype", {"reduce": "bf16"}),
-    (Bf16, {"reduce": "fp16"}, "precision.reduce=fp16: is not a dtype that bf16 gradients", {"reduce": "fp32"}),
-    (Bf16Full, {"reduce": "fp8"}, "precision.reduce=fp8: is not a dtype that bf16 gradients", {"reduce": "bf16"}),
-    (Fp16, {"reduce": "bf16"}, "precision.reduce=bf16: is not a dtype that fp16 gradients", {"reduce": "fp16"}),
+    (Fp32, {"reduce": "bf16"}, "precision.reduce=bf16: no such choice; choose one of fp32", {"reduce": "fp32"}),
+    (Bf16, {"reduce": "fp16"}, "precision.reduce=fp16: no such choice; choose one of fp32, bf16", {"reduce": "fp32"}),
+    (Fp16, {"reduce": "bf16"}, "precision.reduce=bf16: no such choice; choose one of fp32, fp16", {"reduce": "fp16"}),
     (Fp16, {"init_scale": 0.0}, "precision.init_scale=0.0: must be positive", {"init_scale": 65536.0}),
     (Fp16, {"init_scale": INF}, "precision.init_scale=inf: must be positive and at most", {"init_scale": 65536.0}),
-    (Fp16, {"init_scale": NAN}, "precision.init_scale=nan: must be positive and at most", {"init_scale": 65536.0}),
     (Fp16, {"init_scale": 2 * LARGEST}, "precision.init_scale=3.402", {"init_scale": 65536.0}),
     (Fp16, {"init_scale": 0.5}, "precision.min_scale=1.0: must be positive and at most init_scale=0.5", {"min_scale": 0.5}),
     (Fp16, {"min_scale": 0.0}, "precision.min_scale=0.0: must be positive and at most", {"min_scale": 1.0}),
@@ -227,10 +224,6 @@ LINEAR = (*ATTENTION, *(f"layers.0.feed_forward.w{number}" for number in (1, 2, 
 
 
 def test_which_layers_are_converted():
-    found = Float8Rowwise().conversion(model_of(layers=1))
-    assert sorted(found.converted) == sorted(LINEAR)
-    assert found.converted["layers.0.attention.wk"] == (32, 64)
-    assert (found.skipped, found.uneven) == (("output",), {})
     model = model_of(ffn_dim=200, vocab_size=100, data=tiny.Synthetic(vocab_size=100))
     found = Float8Rowwise(skip=["wk", "layers.1"]).conversion(model)
     assert list(found.converted) == [name for name in ATTENTION if not name.endswith("wk")]

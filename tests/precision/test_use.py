@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from tests import tiny
-from tests.planted_schema import Planted
 from titanlab.checkpoint import latest
 from titanlab.costs import meter
 from titanlab.data import source
 from titanlab.data.schema import Files
 from titanlab.distributed import ALONE, joined, open_world
 from titanlab.prove import parity
-from titanlab.records import OutcomeKind
 from titanlab.techniques.precision.cast_schema import Bf16, Bf16Full, Fp16, Fp32
 from titanlab.train import generate as sampling
 from titanlab.train.generate import generate
@@ -65,34 +63,3 @@ def test_a_run_is_validated_and_sampled_from(pool, tmp_path, text, precision, at
     for name, parameter in model.named_parameters():
         assert parameter.dtype == at_rest
         assert torch.equal(parameter, parameters[name])
-
-
-def attempt(made, run):
-    tracer = parity.Tracer(made.layout)
-    outcome = tiny.as_rank(made, run, tracer)
-    return outcome.kind, tracer.trace
-
-
-@pytest.mark.parametrize(
-    ("precision", "bar"),
-    # The order of sums changes at the third step of six: roundings of 11 and 8 bits.
-    [
-        pytest.param(Fp16(init_scale=256.0, growth_interval=2), 1e-4, marks=pytest.mark.full),
-        pytest.param(Bf16(fp32_parts=["embedding", "head"]), 1e-3, marks=pytest.mark.full),
-        pytest.param(Bf16Full(), 1e-3, marks=pytest.mark.full),
-    ],
-    ids=["fp16", "bf16", "bf16_full"],
-)
-def test_another_layout_goes_on(pool, tmp_path, precision, bar):
-    given = {"steps": 6, "precision": precision, "rounding": "nearest"}
-    straight = tiny.recipe(tmp_path, name="straight", data=Planted(), **given)
-    ((_, expected),) = pool.run(1, attempt, straight, tiny.begin(straight))
-    made = tiny.recipe(tmp_path, name="stopped", data=Planted(fault="SIGINT", step=3, rank=1), shard=2, **given)
-    run = tiny.begin(made)
-    before = pool.run(2, attempt, made, run)[0][1]
-    made = tiny.changed(made, data=Planted(), shard=1, tensor=2)
-    kind, after = pool.run(2, attempt, made, tiny.begin(made, run))[0]
-    assert kind is OutcomeKind.DONE
-    assert before.losses + after.losses == pytest.approx(expected.losses, rel=bar)
-    if isinstance(precision, Fp16):
-        assert [row[meter.LOSS_SCALE] for row in run.metrics("train")] == [256, 256, 512, 512, 1024, 1024]

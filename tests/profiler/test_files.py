@@ -12,9 +12,8 @@ from torch.profiler import profile
 from tests import tiny
 from titanlab.distributed import Watchdog, World
 from titanlab.records import OutcomeKind
-from titanlab.techniques.profiler.contract import Links, NoProfiler
-from titanlab.techniques.profiler.memory import MemoryProfiler
-from titanlab.techniques.profiler.profilers_schema import Breakdown, Memory, Trace
+from titanlab.techniques.profiler.contract import NoProfiler
+from titanlab.techniques.profiler.profilers_schema import Breakdown, Trace
 from titanlab.train import train
 from titanlab.train.recording import Recorder
 
@@ -128,39 +127,3 @@ def test_parts_of_a_step_that_one_rank_lacks_are_not_reported(pool, tmp_path):
     assert run.metrics("breakdown") == []
     (line,) = warnings(run)
     assert "the breakdown of steps 3 to 4 is not written: its part is missing on rank 1" in line
-
-
-def test_a_snapshot_of_memory_that_cannot_be_written_leaves_a_warning(tmp_path, monkeypatch):
-    failures, observers, traces = [], [], tmp_path / "{run}" / "traces"
-    traces.parent.mkdir()
-    memory = torch.cuda.memory
-
-    def full(path):
-        with open(path, "wb") as file:
-            file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(memory, "_record_memory_history", lambda **given: None)
-    monkeypatch.setattr(memory, "_dump_snapshot", full)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
-    profiler = MemoryProfiler(Memory(skip=1, steps=2, every=0))
-    profiler.connect(
-        Links(
-            axes={},
-            marks_collectives=contextlib.nullcontext,
-            gather=lambda value: [value],
-            report=lambda kind, step, row, lines: None,
-            failed=lambda what, error: failures.append(what),
-            model=torch.nn.Module(),
-        )
-    )
-    profiler.start(traces, rank=0, attempt=1, on_gpu=True)
-    for step in range(1, 5):
-        profiler.after_step(step)
-    observers[0](0, 1, 2, 3)
-    profiler.close()
-    names = [str(traces / f"attempt-1-{moment}-rank-0.snapshot.pickle") for moment in ("step-3", "out-of-memory")]
-    assert failures == names
-    assert list(traces.iterdir()) == []

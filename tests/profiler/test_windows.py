@@ -196,15 +196,12 @@ def test_a_layers_peak_is_that_of_its_own_passes():
 
 STEP = "breakdown/step(s)"
 LAYOUTS = {
-    "one process": (1, {}, set()),
-    "DDP": (2, {"replicate": 2}, {"replicate"}),
-    "FSDP": (2, {"shard": 2}, {"shard"}),
     "FSDP and tensor": (4, {"shard": 2, "tensor": 2}, {"shard", "tensor"}),
     "context": (2, {"context": 2}, {"context"}),
     "pipeline": (2, {"pipeline": 2, "microbatch": 3}, {"pipeline"}),
 }
 # The pipeline shows each kind of event.
-SLOWER = ("DDP", "one process", "FSDP", "context", "FSDP and tensor")
+SLOWER = ("context", "FSDP and tensor")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from titanlab.options import discover, schema_of
+from titanlab.options import schema_of
 from titanlab.techniques.schedule.action import Action, Kind
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
@@ -37,10 +35,3 @@ def orders(*ranks: str) -> list[list[Action]]:
 def words(lists: list[list[Action]]) -> list[str]:
     """The inverse of `orders`."""
     return [" ".join(map(str, order)) for order in lists]
-
-
-@pytest.fixture(scope="session")
-def make() -> type[Schedule]:
-    """`make("zbv").actions(ranks, microbatches)`."""
-    assert {*KINDS, "csv"} == set(discover()["schedule"])
-    return Schedule

@@ -106,13 +106,3 @@ def test_every_rank_does_what_torchs_does(kind):
                 assert [[str(action) for action in order] for order in ours] == theirs
                 compared += 1
     assert compared >= 40
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_torch_finds_nothing_wrong_with_them(kind):
-    order = {
-        rank: [torchs._Action.from_str(str(action)) for action in actions]
-        for rank, actions in enumerate(Schedule(kind).actions(3, 7))
-    }
-    placement = Schedule(kind).placement(3)
-    assert torchs._validate_schedule(order, 3, len(placement), 7) == dict(enumerate(placement))

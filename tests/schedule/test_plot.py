@@ -62,19 +62,6 @@ def test_colours_are_those_of_kinds_and_of_a_ranks_later_stages():
     assert lines[3] == "darker and small letters: not the rank's first stage"
 
 
-@pytest.mark.parametrize(
-    ("order", "durations", "row"),
-    [
-        # A cell is as wide as its action is long, and an action of no duration is not shown.
-        ("0F0 0B0", {Kind.FORWARD: 1.0, Kind.BACKWARD: 3.0}, "rank 0 F0B0----"),
-        ("0F0 0I0 0W0", {Kind.FORWARD: 1.0, Kind.INPUT: 0.0, Kind.WEIGHT: 1.0}, "rank 0 F0W0"),
-        ("", {}, "rank 0 "),
-    ],
-)
-def test_cells_are_as_wide_as_their_actions_are_long(order, durations, row):
-    assert rows(simulate(orders(order), [0], durations), width=None, coloured=False)[0] == row
-
-
 def panel(timeline, *, longest=None, width=10.0):
     """The axes of a drawn timeline, and the boxes behind its rows."""
     axis = Figure().subplots()

@@ -24,9 +24,9 @@ from torch.backends.cuda import (
 
 from titanlab.costs import FLASH3, order
 from titanlab.techniques.model.attention import (
+    ROWS_OF_TILE,
     by_token,
     choose_flash,
-    document_tiling,
     tiled_attention,
     tiled_attention_backward,
 )
@@ -54,7 +54,7 @@ class AttentionKernel(NamedTuple):
     def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
         """As `forward`, causal within documents that begin at `starts` [batch, rows], which are on the CPU."""
         if self.is_tiled:
-            out, lse = tiled_attention(q, k, v, starts, *document_tiling(q))
+            out, lse = tiled_attention(q, k, v, starts, ROWS_OF_TILE)
             return out, lse
         out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
         for piece in _documents(starts):
@@ -65,7 +65,7 @@ class AttentionKernel(NamedTuple):
         """As `backward`, causal within documents."""
         grad, q, k, v, out, lse = inputs
         if self.is_tiled:
-            dq, dk, dv = tiled_attention_backward(grad, q, k, v, starts, out, lse, *document_tiling(q))
+            dq, dk, dv = tiled_attention_backward(grad, q, k, v, starts, out, lse, ROWS_OF_TILE)
             return dq, dk, dv
         whole = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for piece in _documents(starts):

@@ -109,23 +109,18 @@ class FusionCheck:
     """
 
     def __init__(self) -> None:
-        """Ignores code that was generated before."""
         self._before = set(map(id, _generated()))
-
-    def count(self) -> int:
-        """Number of calls of fused operators in code that was generated or taken from the cache."""
-        files = [module.__file__ for module in _generated() if id(module) not in self._before]
-        return sum(len(_CALL.findall(Path(file).read_text())) for file in files if file)
 
     def check_fused(self, gather: Callable[[int], list[int]]) -> None:
         """Raise ConfigError on every rank if one has fused no product. All call this together, after the first step.
 
-        `gather` takes this rank's count and returns those of all ranks.
+        `gather` takes this rank's number of calls of fused operators and returns those of all ranks.
         """
-        counts = gather(self.count())
-        without = [rank for rank, count in enumerate(counts) if count == 0]
+        files = [module.__file__ for module in _generated() if id(module) not in self._before]
+        counts = gather(sum(len(_CALL.findall(Path(file).read_text())) for file in files if file))
+        without = [str(rank) for rank, count in enumerate(counts) if count == 0]
         if without:
-            named = ", ".join(map(str, without[:4])) + (", …" if len(without) > 4 else "")
+            named = ", ".join(without[:4]) + (", …" if len(without) > 4 else "")
             where = "every rank" if len(without) == len(counts) else f"rank{'s' if len(without) > 1 else ''} {named}"
             rule = f"inductor has fused no product with its collective on {where}"
             raise ConfigError(ASYNC_KEY, True, rule, "try false, or an empty folder as TORCHINDUCTOR_CACHE_DIR")
@@ -234,24 +229,10 @@ class Budgeted:
 
 
 # torch and torchao compile functions such as an optimizer's update once for each shape of a parameter.
-_OWN = ("torch", "torchao")
+_OWN = {"torch", "torchao"}
 
 SECONDS = "compile/seconds"
 RECOMPILATIONS = "compile/recompilations"
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """One compilation of a function.
-
-    Attributes:
-        function: name and place, `forward (llama.py:130)`.
-        reason: why existing compilations did not fit; empty for a function's first compilation.
-    """
-
-    function: str
-    reason: str
-    surprise: bool
 
 
 class Watch:
@@ -274,63 +255,45 @@ class Watch:
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._active, self._note, self._warn = active, note, warn
-        # (file, first line, whether in a validation): without gradients torch compiles each function once more.
+        # (file, first line, whether in a validation).
         self._known: set[tuple[str, int, bool]] = set()
         self._last: Any = None
-        self._limited = True
-        self.seconds = 0.0
-        self.surprises = 0
+        self._seconds, self._surprises = 0.0, 0
         self._new()
 
     def after_step(self, step: int, *, first: bool) -> float:
         """Report the compilations of a step, and return their seconds; `first`: the first step of the process."""
-        seconds, compilations = self.look(first=first)
-        if first and compilations:
-            names = ", ".join(dict.fromkeys(compilation.function for compilation in compilations))
-            self._note(f"compiled in {seconds:.1f} s, which no step counts: {names}")
-        self._report(step, compilations)
-        return seconds
+        return self._report(step, first=first)
 
     def after_validation(self, step: int) -> None:
-        self._report(step, self.look(evaluating=True)[1])
+        self._report(step, evaluating=True)
 
     def metrics(self) -> dict[str, float | int]:
         """Totals so far, by the names of metrics; empty if nothing is compiled."""
-        return {SECONDS: self.seconds, RECOMPILATIONS: self.surprises} if self._active else {}
+        return {SECONDS: self._seconds, RECOMPILATIONS: self._surprises} if self._active else {}
 
-    def look(self, *, evaluating: bool = False, first: bool = False) -> tuple[float, list[Compilation]]:
-        """The seconds of compilations since the last call, overlapping ones once, and the compilations in order.
-
-        `evaluating`, `first`: whether a validation, or the first step of the process, has run since then.
-        """
+    def _report(self, step: int, *, first: bool = False, evaluating: bool = False) -> float:
         records = self._new()
-        compilations = [self._compilation(r, evaluating=evaluating, first=first) for r in records if r.co_name]
         seconds = _union((record.start_time_us, record.end_time_us) for record in records) / 1e6
-        self._active = self._active or bool(compilations)
-        self.seconds += seconds
-        return seconds, compilations
-
-    def _report(self, step: int, compilations: list[Compilation]) -> None:
-        for compilation in compilations:
-            if compilation.surprise and self.surprises == 0:
-                reason = compilation.reason or "no reason given"
-                self._warn(
-                    f"step {step}: {compilation.function} was compiled again: {reason}; "
-                    f"further ones are counted as {RECOMPILATIONS}"
-                )
-            self.surprises += compilation.surprise
-
-    def _compilation(self, record: Any, *, evaluating: bool, first: bool) -> Compilation:
-        place = (str(record.co_filename), int(record.co_firstlineno or 0), evaluating)
-        expected = place not in self._known
-        self._known.add(place)
-        if first and any(part in _OWN for part in Path(place[0]).parts):
-            expected = True
-        return Compilation(
-            function=f"{record.co_name} ({Path(place[0]).name}:{place[1]})",
-            reason=_short(record.recompile_reason or ""),
-            surprise=not expected,
-        )
+        self._seconds += seconds
+        names: dict[str, None] = {}
+        for record in records:
+            if not record.co_name:
+                continue
+            path, line = Path(str(record.co_filename)), int(record.co_firstlineno or 0)
+            name, place = f"{record.co_name} ({path.name}:{line})", (str(path), line, evaluating)
+            names[name] = None
+            is_surprise = place in self._known and not (first and _OWN.intersection(path.parts))
+            self._known.add(place)
+            if is_surprise and not self._surprises:
+                reason = _short(record.recompile_reason or "") or "no reason given"
+                counted = f"further ones are counted as {RECOMPILATIONS}"
+                self._warn(f"step {step}: {name} was compiled again: {reason}; {counted}")
+            self._surprises += is_surprise
+        self._active = self._active or bool(names)
+        if first and names:
+            self._note(f"compiled in {seconds:.1f} s, which no step counts: {', '.join(names)}")
+        return seconds
 
     def _new(self) -> list[Any]:
         """Records since the last call. It does nothing until torch's compiler is imported."""
@@ -338,18 +301,12 @@ class Watch:
             return []
         from torch._dynamo import utils
 
-        if self._limited:
-            # torch keeps 64 by default; a first step may have more.
-            utils.set_compilation_metrics_limit(4096)
-            self._limited = False
+        # torch keeps 64 by default; a first step may have more.
+        utils.set_compilation_metrics_limit(4096)
         records = list(utils.get_compilation_metrics())
-        for index in range(len(records) - 1, -1, -1):
-            if records[index] is self._last:
-                del records[: index + 1]
-                break
-        if records:
-            self._last = records[-1]
-        return records
+        known = next((place for place, record in enumerate(records, 1) if record is self._last), 0)
+        self._last = records[-1] if records else self._last
+        return records[known:]
 
 
 def _union(spans: Iterable[tuple[int | None, int | None]]) -> int:

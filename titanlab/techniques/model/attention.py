@@ -116,7 +116,7 @@ class InnerAttention(nn.Module):
         self.kernel = kernel
         self._backends: Sequence[SDPBackend] = [BACKENDS[kernel]] if kernel in BACKENDS else []
         # Inputs for which another order of kernels was measured as faster.
-        self._measured: Sequence[_Measured] = ()
+        self._measured: list[_Measured] = []
         self._package: Callable[..., Any] | None = None
 
     def prepare(self, device: torch.device) -> None:
@@ -133,14 +133,13 @@ class InnerAttention(nn.Module):
             capability = torch.cuda.get_device_capability(device)
             has_flash3 = choose_flash(self.kernel, capability)
             if self.kernel == "auto":
-                measured = []
                 for rule in kernel_rules(capability):
                     names = (*with_one_flash(rule.order, has_flash3=has_flash3), "math")
-                    # The last rule applies to all other inputs.
-                    self._backends = tuple(BACKENDS[name] for name in names)
                     dtype = None if rule.dtype is None else getattr(torch, rule.dtype)
-                    measured.append(_Measured(self._backends, dtype, rule.head_dim, rule.longest))
-                self._measured = measured[:-1]
+                    backends = tuple(BACKENDS[name] for name in names)
+                    self._measured.append(_Measured(backends, dtype, rule.head_dim, rule.longest))
+                # The last rule applies to all other inputs.
+                self._backends = self._measured.pop().backends
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None = None) -> Tensor:
         if documents is not None:
@@ -149,9 +148,8 @@ class InnerAttention(nn.Module):
             output: Tensor = self._package(*(x.transpose(1, 2) for x in (q, k, v)), causal=True)
             return output.transpose(1, 2)
         if not self._backends:
-            chosen = tiling(q, k, v)
-            if chosen is not None:
-                tiled: Tensor = tiled_attention(q, k, v, None, *chosen)[0]
+            if tiles_are_faster(q, k, v):
+                tiled: Tensor = tiled_attention(q, k, v, None, ROWS_OF_TILE)[0]
                 return tiled
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return self._named(q, k, v, is_causal=True)
@@ -160,7 +158,7 @@ class InnerAttention(nn.Module):
         """Attention within documents: FlexAttention on a GPU, tiles on a CPU, else a mask of the whole square."""
         if isinstance(documents, Tensor):
             if not self._backends:
-                output: Tensor = tiled_attention(q, k, v, documents, *document_tiling(q))[0]
+                output: Tensor = tiled_attention(q, k, v, documents, ROWS_OF_TILE)[0]
                 return output
             if self.kernel != "auto":
                 return self._named(q, k, v, attn_mask=visible(documents))
@@ -312,44 +310,33 @@ def block_mask(starts: Tensor) -> BlockMask:
     def mask_mod(sequence: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (key <= row) & (key >= starts[sequence, row])
 
+    # The same for all heads: [batch, …] → [batch, 1, …].
+    masked_count, masked, whole_count, others = (
+        numbers.to(torch.int32).unsqueeze(1).contiguous() for numbers in (masked_count, masked, whole_count, others)
+    )
     return BlockMask.from_kv_blocks(
-        _table_of_blocks(masked_count),
-        _table_of_blocks(masked),
-        _table_of_blocks(whole_count),
-        _table_of_blocks(others),
+        masked_count,
+        masked,
+        whole_count,
+        others,
         BLOCK_SIZE=_BLOCK,
         mask_mod=mask_mod,
         seq_lengths=(seq_len, seq_len),
     )
 
 
-def _table_of_blocks(numbers: Tensor) -> Tensor:
-    """[batch, …] → int32 [batch, 1, …]: the same for all heads."""
-    return numbers.to(torch.int32).unsqueeze(1).contiguous()
-
-
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
     """FlexAttention (arXiv 2412.05496), compiled on a GPU: its eager form computes all scores."""
-    compiled = q.device.type == "cuda" and not torch.compiler.is_compiling()
-    compute: Any = _compiled() if compiled else flex_attention
+    compute: Any = flex_attention
+    if q.device.type == "cuda" and not torch.compiler.is_compiling():
+        compute = _compiled_flex()
     output: Tensor = compute(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return output
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
-
-
-class Tiling(NamedTuple):
-    """How attention is cut.
-
-    rows: of queries in a tile
-    in_float32: inputs are cast to float32, and results back
-    """
-
-    rows: int
-    in_float32: bool
 
 
 # The lengths of sequences, from and to, that are faster in tiles than with torch's kernel: for heads of 32, 64 and 128,
@@ -358,45 +345,32 @@ class Tiling(NamedTuple):
 _LENGTHS = {torch.float32: (128, 1024), torch.bfloat16: (128, 767)}
 _WIDEST_HEAD = 128
 # Queries of a tile: of 32, 64, 128 and 256 the fastest, for documents of any length by benchmarks/document_masks.py.
-_ROWS_OF_TILE = 64
+ROWS_OF_TILE = 64
 
 
-def tiling(q: Tensor, k: Tensor, v: Tensor) -> Tiling | None:
-    """The fastest tiling for q, k, v [batch, heads, seq, head_dim]; None: torch's kernel for the whole square."""
+def tiles_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether tiles are faster than torch's kernel, for q, k, v [batch, heads, seq, head_dim] without documents."""
     if q.device.type != "cpu" or not (q.dtype == k.dtype == v.dtype and q.shape[2:] == k.shape[2:] == v.shape[2:]):
-        return None
+        return False
     first, last = _LENGTHS.get(q.dtype, (1, 0))
-    fits = first <= q.shape[2] <= last and q.shape[3] <= _WIDEST_HEAD
-    return Tiling(_ROWS_OF_TILE, in_float32=True) if fits else None
-
-
-def document_tiling(q: Tensor) -> Tiling:
-    """The fastest tiling within documents, for q [batch, heads, seq, head_dim]."""
-    return Tiling(_ROWS_OF_TILE, in_float32=q.dtype != torch.float64)
+    return first <= q.shape[2] <= last and q.shape[3] <= _WIDEST_HEAD
 
 
 @torch.library.custom_op("titanlab::tiled_attention", mutates_args=())
-def tiled_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor | None,
-    rows: int,
-    in_float32: bool,  # noqa: FBT001 (operators take no keywords)
-) -> tuple[Tensor, Tensor]:
-    """Causal softmax(q·kᵀ/√head_dim)·v, and the logarithms of the denominators.
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+    """Causal softmax(q·kᵀ/√head_dim)·v in float32, or in the wider dtype of q, and the logarithms of the denominators.
 
     Args:
         q: [batch, heads, seq, head_dim]; k and v have kv_heads, which divide the heads.
         starts: [batch, seq] int64, the place of the first token of each token's document: a row attends to no key
             before it; None: a sequence is one document.
+        rows: of queries in a tile, at most.
 
     Returns:
         output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
     """
     out, lse = result_like(q), _denominators_of(q)
-    if in_float32:
-        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = map(_wide, (q, k, v))
     triangle = _triangle(q, rows)
     for sequences, begins in _sequences(q, starts):
         for tile in tiles(begins, rows):
@@ -416,11 +390,9 @@ def tiled_attention_backward(
     out: Tensor,
     lse: Tensor,
     rows: int,
-    in_float32: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = result_like(q), result_like(k), result_like(v)
-    if in_float32:
-        grad, q, k, v, out = (x.float() for x in (grad, q, k, v, out))
+    grad, q, k, v, out = map(_wide, (grad, q, k, v, out))
     totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
     triangle = _triangle(q, rows)
     for sequences, begins in _sequences(q, starts):
@@ -460,16 +432,15 @@ for _operator, _products in (("tiled_attention", 2), ("tiled_attention_backward"
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.rows, ctx.in_float32 = inputs
+    *tensors, ctx.rows = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 6
-    gradients = tiled_attention_backward(grad, *ctx.saved_tensors, ctx.rows, ctx.in_float32)
-    return *gradients, None, None, None
+        return (None,) * 5
+    return *tiled_attention_backward(grad, *ctx.saved_tensors, ctx.rows), None, None
 
 
 tiled_attention.register_autograd(_differentiate, setup_context=_keep)
@@ -521,6 +492,10 @@ def _sequences(q: Tensor, starts: Tensor | None) -> list[tuple[slice, list[int]]
     if starts is None:
         return [(slice(None), [0] * q.shape[2])]
     return [(slice(row, row + 1), begins) for row, begins in enumerate(starts.tolist())]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def result_like(x: Tensor) -> Tensor:

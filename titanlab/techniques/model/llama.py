@@ -27,18 +27,11 @@ class LlamaBuilder(ModelBuilder):
     config: llama_schema.Llama
 
     def build(self, *, seq_len: int) -> LlamaModel:
-        """A model for sequences of up to `seq_len` tokens; works under `torch.device("meta")`.
-
-        After `to_empty`, call `init_buffers` and fill the parameters with `titanlab.train.initialise`.
-        """
         return LlamaModel(self.config, seq_len=seq_len)
 
 
 class LlamaModel(LanguageModel):
     """Tokens [batch, seq] → logits [batch, seq, vocab_size].
-
-    In a pipeline stage `tok_embeddings`, `norm` and `output` may be None, and `layers` has fewer blocks: the input or
-    the output is then the hidden state [batch, seq, dim].
 
     With tied embeddings `output` has no weight and gets the embedding's as an argument, so that there is one parameter
     with one name after any change of the module (meta, `to_empty`, sharding, state dicts). So the embedding's weight
@@ -72,16 +65,7 @@ class LlamaModel(LanguageModel):
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, starts: Tensor | HostStarts | None = None
     ) -> Tensor:
-        """Logits of every position.
-
-        Args:
-            tokens: [batch, seq] ids; hidden states [batch, seq, dim] if the stage has no embedding.
-            positions: [seq] or [batch, seq] position of each token in its sequence; 0, 1, … by default.
-            starts: [batch, seq] place of the first token of each token's document; None: attention over sequences.
-
-        Raises:
-            ValueError: the sequence is longer than the model was built for.
-        """
+        """As `LanguageModel` says; ValueError: the sequence is longer than the model was built for."""
         hidden: Tensor = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         rope = self._rope(tokens.shape[1], positions)
         documents = None if starts is None else prepared(starts, self.config.attention)

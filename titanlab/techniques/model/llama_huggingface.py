@@ -90,18 +90,16 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
                 places[name] = Foreign(name=_OUTSIDE[name])
                 continue
             _, layer, rest = name.split(".", 2)
-            module, head, stack = rest.removesuffix(".weight"), 0, 0
+            module, head, stack = rest.removesuffix(".weight"), 0, range(0)
             if module in _IN_BLOCK:
                 theirs, head = _IN_BLOCK[module], model.head_dim if module in _ROTATED else 0
             elif module == "feed_forward.router":
                 theirs = f"{self.expert_module}.gate"
             else:
-                theirs, stack = (
-                    f"{self.expert_module}.experts.*.{self.expert_matrices[module[-2:]]}",
-                    _routed(model).count,
-                )
+                theirs = f"{self.expert_module}.experts.*.{self.expert_matrices[module[-2:]]}"
+                stack = range(_routed(model).count)
             theirs = f"model.layers.{layer}.{theirs}.weight"
-            experts = tuple(theirs.replace("*", str(number)) for number in range(stack))
+            experts = tuple(theirs.replace("*", str(number)) for number in stack)
             places[name] = Foreign(name=theirs, head=head, stack=experts)
         return places
 
@@ -110,10 +108,8 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
         for name, off in self.unsupported.items():
-            value = config.get(name, off)
-            if value != off and value is not None:
-                cure = f"import a model with {name}={_json(off)}"
-                raise _wrong(name, value, "is not supported", cure)
+            if (value := config.get(name)) not in (None, off):
+                raise _wrong(name, value, "is not supported", f"import a model with {name}={_json(off)}")
         sizes: dict[str, Any] = {ours: whole_number(config, theirs) for ours, theirs in _SIZES.items()}
         return self.schema(
             **sizes,
@@ -228,10 +224,8 @@ def _json(value: object) -> str:
 
 _FULL = "full_attention"
 # The released files have a `sliding_window`, which `use_sliding_window` switches off.
-UNSUPPORTED_BY_QWEN3 = {
-    **{name: off for name, off in UNSUPPORTED.items() if name != "sliding_window"},
-    "use_sliding_window": False,
-}
+_UNSUPPORTED_BY_QWEN3 = {**UNSUPPORTED, "use_sliding_window": False}
+del _UNSUPPORTED_BY_QWEN3["sliding_window"]
 
 
 @dataclass(frozen=True)
@@ -241,14 +235,13 @@ class Qwen3Family(LlamaFamily):
     architectures: Sequence[str] = ("Qwen3ForCausalLM",)
     model_type: ClassVar[str] = "qwen3"
     compared: ClassVar[Sequence[str]] = ("head_dim",)
-    unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED_BY_QWEN3
+    unsupported: ClassVar[Mapping[str, Any]] = _UNSUPPORTED_BY_QWEN3
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
         kinds = config.get("layer_types")
-        if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
-            other = next((kind for kind in kinds if kind != _FULL), None) if isinstance(kinds, list) else kinds
-            cure = f"import a model whose layers are all {_FULL}"
-            raise _wrong("layer_types", other, "is not supported", cure)
+        others = [kind for kind in kinds if kind != _FULL] if isinstance(kinds, list) else [kinds]
+        if kinds is not None and others:
+            raise _wrong("layer_types", others[0], "is not supported", f"import a model whose layers are all {_FULL}")
         return super().from_hf(config)
 
     def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -271,7 +264,7 @@ class Qwen3MoeFamily(Qwen3Family):
     expert_matrices: ClassVar[Mapping[str, str]] = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     compared: ClassVar[Sequence[str]] = ("head_dim", "experts", "active_experts")
     unsupported: ClassVar[Mapping[str, Any]] = {
-        **UNSUPPORTED_BY_QWEN3,
+        **_UNSUPPORTED_BY_QWEN3,
         # Blocks without experts, experts that see every token, and weights that are not divided by their sum.
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

@@ -106,19 +106,19 @@ class Llama(ModelConfig):
     family: ClassVar[type[LlamaFamily]] = LlamaFamily
 
     kind: str = "llama"
-    dim: int
+    dim: int = field(metadata={"least": 1, "cure": "try 256"})
     # Rules and plans loop over all blocks; no known model has more than 1,000.
-    layers: int = field(metadata={"most": 10_000})
-    heads: int
+    layers: int = field(metadata={"least": 1, "most": 10_000, "cure": "try 6"})
+    heads: int = field(metadata={"least": 1, "cure": "try 8"})
     kv_heads: int
     ffn_dim: int
-    vocab_size: int
+    vocab_size: int = field(metadata={"least": 2, "cure": "try 2048, or what the tokenizer has"})
     norm_eps: float = field(default=1e-5, metadata=OUTSIDE_STEP)
     rope_theta: float = field(default=10000.0, metadata=OUTSIDE_STEP)
     rope_factor: float = field(default=1.0, metadata=OUTSIDE_STEP)
     rope_low_freq_factor: float = field(default=1.0, metadata=OUTSIDE_STEP)
     rope_high_freq_factor: float = field(default=4.0, metadata=OUTSIDE_STEP)
-    rope_original_context: int = field(default=8192, metadata=OUTSIDE_STEP)
+    rope_original_context: int = field(default=8192, metadata={"least": 1, **OUTSIDE_STEP})
     tied_embeddings: bool = False
     attention: str = field(default="auto", metadata={"choices": ATTENTION_BACKENDS, "not_priced": ("math",)})
     fused: bool = field(default=False, metadata={"before": False})
@@ -269,21 +269,11 @@ class Llama(ModelConfig):
         return cls.family(cls)
 
     def __post_init__(self) -> None:
-        cures = {
-            "dim": "try 256",
-            "layers": "try 6",
-            "heads": "try 8",
-            "kv_heads": f"try {max(self.heads, 1)} (no sharing)",
-            # Two thirds of 4·dim, rounded up to a multiple of 256 (arXiv 2302.13971, section 2.2).
-            "ffn_dim": f"try {max(math.ceil(8 * self.dim / 3 / 256), 1) * 256}",
-            "vocab_size": "try 2048, or what the tokenizer has",
-            "rope_original_context": "try 8192",
-        }
-        for name, cure in cures.items():
+        # Two thirds of 4·dim, rounded up to a multiple of 256 (arXiv 2302.13971, section 2.2).
+        usual_ffn = max(math.ceil(8 * self.dim / 3 / 256), 1) * 256
+        for name, cure in (("kv_heads", f"try {self.heads} (no sharing)"), ("ffn_dim", f"try {usual_ffn}")):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}", getattr(self, name), "must be at least 1", cure)
-        if self.vocab_size < 2:
-            raise ConfigError("model.vocab_size", self.vocab_size, "must be at least 2", cures["vocab_size"])
         self._check_width_of_heads()
         if self.heads % self.kv_heads:
             cure = f"try {nearest(divisors(self.heads), self.kv_heads)}"
@@ -293,11 +283,7 @@ class Llama(ModelConfig):
             "rope_theta": (1 < self.rope_theta < math.inf, "above 1", "10000 (Llama 2) or 500000 (Llama 3)"),
             "rope_factor": (1 <= self.rope_factor < math.inf, "at least 1", "1 (off), 8 (Llama 3.1) or 32 (3.2)"),
             "rope_low_freq_factor": (0 < low < math.inf, "above 0", "1"),
-            "rope_high_freq_factor": (
-                low < high < math.inf,
-                f"above rope_low_freq_factor={low:g}",
-                f"{4 * low:g}",
-            ),
+            "rope_high_freq_factor": (low < high < math.inf, f"above rope_low_freq_factor={low:g}", f"{4 * low:g}"),
         }
         for name, (holds, rule, example) in rules.items():
             if not holds:
@@ -341,8 +327,8 @@ class LlamaOfExperts(Llama):
     experts: int
     active_experts: int
     balance: str = field(default="bias", metadata={"choices": BALANCES})
-    bias_rate: float = field(default=1e-3, metadata=OUTSIDE_STEP)
-    auxiliary_weight: float = field(default=1e-3, metadata=OUTSIDE_STEP)
+    bias_rate: float = field(default=1e-3, metadata={"least": 0, **OUTSIDE_STEP})
+    auxiliary_weight: float = field(default=1e-3, metadata={"least": 0, **OUTSIDE_STEP})
 
     @property
     def routed(self) -> RoutedExperts:
@@ -375,10 +361,6 @@ class LlamaOfExperts(Llama):
             raise ConfigError("model.active_experts", active, rule, "try 2")
         if active > count:
             raise ConfigError("model.active_experts", active, f"is more than the {count} experts", f"try {count}")
-        for name in ("bias_rate", "auxiliary_weight"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"model.{name}", value, "must be finite and at least 0", "try 0.001")
 
 
 @option("model", "mixtral")

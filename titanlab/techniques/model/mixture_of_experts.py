@@ -6,7 +6,7 @@ No token is dropped: the tokens are sorted by expert, and each product multiplie
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -235,29 +235,17 @@ class Experts(nn.Module):
         return output
 
 
-class RowExchange(Protocol):
-    """Sends rows to other ranks; see `titanlab.parallelism.expert`."""
-
-    def spread(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Rows sorted by expert, and the experts' ends → those of this rank's experts, and a value for `gather`."""
-        ...
-
-    def gather(self, rows: Tensor, way: Any) -> Tensor:
-        """The results of this rank's experts → the results of the rows that this rank passed to `spread`."""
-        ...
-
-
 class MixtureOfExperts(nn.Module):
     """The weighted sum of the chosen experts' outputs, [..., dim] → the same shape.
 
     Attributes:
-        exchange: with expert parallelism; None: this rank has all experts.
+        exchange: `titanlab.parallelism.expert.TokenExchange` with expert parallelism; None: this rank has all experts.
     """
 
     def __init__(self, dim: int, ffn_dim: int, experts: RoutedExperts) -> None:
         super().__init__()
         self.count = experts.count
-        self.exchange: RowExchange | None = None
+        self.exchange: Any = None
         self.router = Router(dim, experts)
         self.experts = Experts(dim, ffn_dim, experts)
 

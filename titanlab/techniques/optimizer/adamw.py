@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titanlab.dtensor import local_part
 from titanlab.system import import_quietly
 from titanlab.techniques.optimizer.contract import groups_by_decay
-from titanlab.techniques.optimizer.optimizers_schema import CODES, SCALE, LowBit, Rounded, packs
+from titanlab.techniques.optimizer.optimizers_schema import CODES, SCALE, Averaged, LowBit, Rounded, packs
 
 AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
@@ -207,10 +207,9 @@ class AdamWFactory:
         in_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
         if in_bf16 and config.rounding != "nearest":
             return LowBitAdamW(config, parameters)
-        return torch.optim.AdamW(
-            groups_by_decay(parameters.values(), config.weight_decay),
-            lr=config.lr,
-            betas=(config.betas[0], config.betas[1]),
-            eps=config.eps,
-            fused=True,
-        )
+        return fused_adamw(config, parameters.values())
+
+
+def fused_adamw(config: Averaged, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    groups, betas = groups_by_decay(parameters, config.weight_decay), (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 # Default of `warmup_steps` in a run that has at least as many steps.
 WARMUP_STEPS = 200
-DECAYS = ("linear", "cosine", "sqrt")
+# From the progress of the decay, 0 to 1, to the share of it that is left.
+DECAYS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +38,16 @@ class Schedule:
         floor: the rate at the last step, as a share of the peak.
     """
 
-    warmup_steps: int | None = None
+    warmup_steps: int | None = field(default=None, metadata={"least": 0, "cure": "try 0"})
     decay_fraction: float = 0.8
-    decay: str = "cosine"
+    decay: str = field(default="cosine", metadata={"choices": tuple(DECAYS)})
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.warmup_steps is not None and self.warmup_steps < 0:
-            raise ConfigError("optimizer.schedule.warmup_steps", self.warmup_steps, "must not be negative", "try 0")
         for name in ("decay_fraction", "floor"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ConfigError(f"optimizer.schedule.{name}", value, "must lie between 0 and 1", "try 0.1")
-        if self.decay not in DECAYS:
-            raise ConfigError("optimizer.schedule.decay", self.decay, "is not a decay", f"try {', '.join(DECAYS)}")
 
     def warmup(self, steps: int) -> int:
         if self.warmup_steps is not None:
@@ -65,14 +66,7 @@ def rate_factor(schedule: Schedule, *, step: int, steps: int) -> float:
     if step <= decay_start:
         return 1.0
     progress = (step - decay_start) / (steps - decay_start)
-    return schedule.floor + (1 - schedule.floor) * _DECAY[schedule.decay](progress)
-
-
-_DECAY: dict[str, Callable[[float], float]] = {
-    "linear": lambda progress: 1 - progress,
-    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
-    "sqrt": lambda progress: 1 - math.sqrt(progress),
-}
+    return schedule.floor + (1 - schedule.floor) * DECAYS[schedule.decay](progress)
 
 
 # Bytes of the update counter that most optimizers keep for each parameter.

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import _muon as torch_muon
 
 from titanlab.dtensor import local_part
-from titanlab.techniques.optimizer.contract import groups_by_decay
+from titanlab.techniques.optimizer.adamw import fused_adamw
 from titanlab.techniques.optimizer.optimizers_schema import Muon
 
 
@@ -135,8 +135,7 @@ class MuonFactory:
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         config = self._config
         matrices = [p for name, p in parameters.items() if config.applies_to(name, p.ndim)]
-        chosen = set(matrices)
-        others = [p for p in parameters.values() if p not in chosen]
+        others = [p for name, p in parameters.items() if not config.applies_to(name, p.ndim)]
         parts: list[torch.optim.Optimizer] = []
         if matrices:
             parts.append(
@@ -151,9 +150,7 @@ class MuonFactory:
                 )
             )
         if others:
-            groups = groups_by_decay(others, config.weight_decay)
-            betas = (config.betas[0], config.betas[1])
-            parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True))
+            parts.append(fused_adamw(config, others))
         return Together(parts)
 
 

@@ -26,17 +26,13 @@ class Averaged(Scheduled):
     """
 
     betas: tuple[float, ...] = field(default=(0.9, 0.95), metadata=OUTSIDE_STEP)
-    eps: float = field(default=1e-8, metadata=OUTSIDE_STEP)
-    weight_decay: float = field(default=0.1, metadata=OUTSIDE_STEP)
+    eps: float = field(default=1e-8, metadata={"positive": True, **OUTSIDE_STEP})
+    weight_decay: float = field(default=0.1, metadata={"least": 0, **OUTSIDE_STEP})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError("optimizer.betas", self.betas, "must be two numbers in [0, 1)", "try [0.9,0.95]")
-        if not 0 < self.eps < math.inf:
-            raise ConfigError("optimizer.eps", self.eps, "must be positive and finite", "try 1e-8")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError("optimizer.weight_decay", self.weight_decay, "must be finite and not negative", "try 0.1")
 
     def reduced(self, *, least_eps: float) -> OptimizerConfig:
         return replace(self, eps=max(self.eps, least_eps))
@@ -203,7 +199,7 @@ class Muon(Averaged):
     kind: str = "muon"
     momentum: float = field(default=0.95, metadata=OUTSIDE_STEP)
     nesterov: bool = field(default=True, metadata=NOT_PRICED)
-    newton_schulz_steps: int = 5
+    newton_schulz_steps: int = field(default=5, metadata={"least": 1, "most": 99})
     adjust_lr: str = field(
         default="match_rms_adamw", metadata={"choices": ("match_rms_adamw", "original"), **OUTSIDE_STEP}
     )
@@ -215,8 +211,6 @@ class Muon(Averaged):
         super().__post_init__()
         if not 0 <= self.momentum < 1:
             raise ConfigError("optimizer.momentum", self.momentum, "must lie in [0, 1)", "try 0.95")
-        if not 1 <= self.newton_schulz_steps < 100:
-            raise ConfigError("optimizer.newton_schulz_steps", self.newton_schulz_steps, "must lie in 1 to 99", "try 5")
 
     def check(self, setting: Setting) -> None:
         super().check(setting)

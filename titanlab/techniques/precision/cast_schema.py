@@ -69,12 +69,6 @@ def check_bf16(setting: Setting, kind: str) -> None:
         raise ConfigError("precision", kind, rule, "try precision=fp16 or precision=fp32")
 
 
-def check_reduce(reduce: str, known: tuple[str, ...], why: str = "") -> None:
-    if reduce not in known:
-        rule = why or f"is not a dtype that {known[-1]} gradients are summed in"
-        raise ConfigError("precision.reduce", reduce, rule, f"try {' or '.join(known)}")
-
-
 @option("precision", "bf16")
 @dataclass(frozen=True, kw_only=True)
 class Bf16(Parts):
@@ -86,10 +80,7 @@ class Bf16(Parts):
     """
 
     kind: str = "bf16"
-    reduce: str = field(default="fp32", metadata={"before": "fp32"})
-
-    def __post_init__(self) -> None:
-        check_reduce(self.reduce, ("fp32", "bf16"))
+    reduce: str = field(default="fp32", metadata={"before": "fp32", "choices": ("fp32", "bf16")})
 
     def formats(self) -> Formats:
         parts = tuple(self.fp32_parts)
@@ -111,10 +102,7 @@ class Bf16Full(PrecisionConfig):
     """
 
     kind: str = "bf16_full"
-    reduce: str = "fp32"
-
-    def __post_init__(self) -> None:
-        check_reduce(self.reduce, ("fp32", "bf16"))
+    reduce: str = field(default="fp32", metadata={"choices": ("fp32", "bf16")})
 
     def formats(self) -> Formats:
         return Formats(master="bfloat16", compute="bfloat16", reduce=DTYPES[self.reduce])
@@ -143,7 +131,7 @@ class Fp16(Parts):
     """
 
     kind: str = "fp16"
-    reduce: str = "fp32"
+    reduce: str = field(default="fp32", metadata={"choices": ("fp32", "fp16")})
     init_scale: float = field(default=65536.0, metadata=OUTSIDE_STEP)
     dynamic: bool = field(default=True, metadata=OUTSIDE_STEP)
     growth_factor: float = field(default=2.0, metadata=OUTSIDE_STEP)
@@ -153,7 +141,6 @@ class Fp16(Parts):
     max_skips: int = field(default=20, metadata={"least": 1, **OUTSIDE_STEP})
 
     def __post_init__(self) -> None:
-        check_reduce(self.reduce, ("fp32", "fp16"))
         if not 0 < self.init_scale <= LARGEST:
             rule = "must be positive and at most 2¹²⁷, where float32 ends"
             raise ConfigError("precision.init_scale", self.init_scale, rule, "try 65536")
@@ -183,14 +170,11 @@ class Fp32(PrecisionConfig):
     """Everything in float32.
 
     Attributes:
-        reduce: dtype of sums of gradients: only `fp32`.
+        reduce: dtype of sums of gradients: only `fp32`, because this precision is the reference for others.
     """
 
     kind: str = "fp32"
-    reduce: str = field(default="fp32", metadata={"before": "fp32"})
-
-    def __post_init__(self) -> None:
-        check_reduce(self.reduce, ("fp32",), "fp32 is the reference for other precisions, and must not round")
+    reduce: str = field(default="fp32", metadata={"before": "fp32", "choices": ("fp32",)})
 
     def formats(self) -> Formats:
         return Formats(master="float32", compute="float32", reduce="float32")

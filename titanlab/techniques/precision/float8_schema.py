@@ -49,17 +49,9 @@ def _conversion(layers: tuple[tuple[str, tuple[int, ...]], ...], skip: tuple[str
     return Conversion(converted=converted, skipped=tuple(skipped), uneven=uneven)
 
 
-def _format(
-    cast_bytes: float, cast_kernels: int, *, weight_gradient: str = "float8_e4m3fn", scales_gradients: bool = False
-) -> ProductFormat:
-    return ProductFormat(
-        forward="float8_e4m3fn",
-        input_gradient="float8_e4m3fn",
-        weight_gradient=weight_gradient,
-        cast_bytes=cast_bytes,
-        cast_kernels=cast_kernels,
-        scales_gradients=scales_gradients,
-    )
+_E4M3 = functools.partial(
+    ProductFormat, forward="float8_e4m3fn", input_gradient="float8_e4m3fn", weight_gradient="float8_e4m3fn"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +85,10 @@ class Float8(Bf16):
     emulates_on_gpu: ClassVar[bool] = True
     # Bytes per element: read 2 for the scales, then read 2 and write 1. The gradient of the weight needs both operands
     # in the other order of memory: read 1 and write 1.
-    product: ClassVar[ProductFormat] = _format(7.0, 3)
+    product: ClassVar[ProductFormat] = _E4M3(cast_bytes=7.0, cast_kernels=3)
     mfu_note: ClassVar[str] = "model FLOPs over the bf16 peak"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         # The command line gives a bare true or false as a boolean.
         object.__setattr__(self, "emulate", str(self.emulate).lower())
         if self.emulate not in EMULATE:
@@ -135,8 +126,7 @@ class Float8(Bf16):
         return 8
 
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
-        capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
-        emulated = ", emulated" if self.emulates(capability) else ""
+        emulated = ", emulated" if self._emulates_on(accelerator, device) else ""
         # torchao's grouped float8 product has kernels for GPUs only, and no emulation.
         experts = f", experts in {self.formats().compute}" if model.experts is not None else ""
         return f"{self.kind}: {self.conversion(model)}{experts}{emulated}"
@@ -148,8 +138,12 @@ class Float8(Bf16):
         return self.emulate == "true"
 
     def on_device(self, *, accelerator: str, device: str) -> PrecisionConfig:
-        capability = None if accelerator == "cpu" else hardware.compute_capability(device) or self.capability
-        return self.emulated() if self.emulates(capability) else self
+        return self.emulated() if self._emulates_on(accelerator, device) else self
+
+    def _emulates_on(self, accelerator: str, device: str) -> bool:
+        # A GPU that is not in the table is taken for one that multiplies in the format.
+        known = hardware.compute_capability(device) or self.capability
+        return self.emulates(None if accelerator == "cpu" else known)
 
     def emulated(self) -> PrecisionConfig:
         return replace(self, emulate="true")
@@ -169,9 +163,8 @@ class Float8(Bf16):
             raise ConfigError("precision", self.kind, "needs torchao", "pip install torchao, or try precision=bf16")
         self._check_names(setting.model)
         self.check_device(accelerator=setting.accelerator, device=setting.device)
-        capability = hardware.compute_capability(setting.device) or self.capability
         # Emulation supports any number of tokens.
-        if setting.accelerator != "cpu" and self.multiplies_tokens and not self.emulates(capability):
+        if self.multiplies_tokens and not self._emulates_on(setting.accelerator, setting.device):
             self.check_tokens(setting)
         self._check_converted(setting)
 
@@ -302,7 +295,7 @@ class Float8Rowwise(Float8):
     recipe: ClassVar[str] = "rowwise"
     # Each operand is scaled by row for one product and by column for another: each time read 2, read 2, write 1.
     # With exact sums, as for gradients, torchao multiplies without scales and then scales the result.
-    product: ClassVar[ProductFormat] = _format(10.0, 4, scales_gradients=True)
+    product: ClassVar[ProductFormat] = _E4M3(cast_bytes=10.0, cast_kernels=4, scales_gradients=True)
 
 
 @option("precision", "float8_rowwise_with_gw_hp")
@@ -314,7 +307,7 @@ class Float8RowwiseWithGwHp(Float8):
 
     recipe: ClassVar[str] = "rowwise_with_gw_hp"
     multiplies_tokens: ClassVar[bool] = False
-    product: ClassVar[ProductFormat] = _format(6.0, 2, weight_gradient="bfloat16")
+    product: ClassVar[ProductFormat] = _E4M3(weight_gradient="bfloat16", cast_bytes=6.0, cast_kernels=2)
 
 
 @option("precision", "mxfp8")
@@ -335,7 +328,7 @@ class Mxfp8(Float8):
     emulates_on_gpu: ClassVar[bool] = False
     splits_products: ClassVar[bool] = False
     # Scales along both dims of an operand: each time read 2 and write 1, and the scales.
-    product: ClassVar[ProductFormat] = _format(6.1, 2)
+    product: ClassVar[ProductFormat] = _E4M3(cast_bytes=6.1, cast_kernels=2)
 
     def check(self, setting: Setting) -> None:
         super().check(setting)

@@ -72,20 +72,21 @@ class MemoryProfiler(Profiler):
 
     def _by_layer(self, rows: Sequence[dict[str, float]], step: int) -> list[str]:
         """Write the layers' peaks, the largest of the ranks, into a table; return a line with the largest of all."""
-        names = list(dict.fromkeys(name for row in rows for name in row if name not in PHASES))
-        peaks = {name: max(row.get(name, 0.0) for row in rows) for name in names}
-        layers = dict.fromkeys(name.rpartition(" ")[0] for name in names)
-        if not layers:
+        peaks: dict[str, float] = {}
+        for name, peak in (item for row in rows for item in row.items() if item[0] not in PHASES):
+            peaks[name] = max(peaks.get(name, 0.0), peak)
+        if not peaks:
             return []
         if self._rank == 0:
             table = ["layer,forward_gib,backward_gib"]
-            for name in layers:
+            for layer in dict.fromkeys(name.rpartition(" ")[0] for name in peaks):
+                own = [peaks.get(f"{layer} {each}") for each in _PASSES]
                 # A frozen layer may have no backward.
-                own = (peaks.get(f"{name} {each}") for each in _PASSES)
-                table.append(",".join([name, *("" if peak is None else f"{peak:.6f}" for peak in own)]))
+                table.append(",".join([layer, *("" if peak is None else f"{peak:.6f}" for peak in own)]))
             path = self._traces / f"attempt-{self._attempt}-step-{step}.layers.csv"
             write_whole(path, lambda aside: aside.write_text("\n".join(table) + "\n"), self.links.failed)
-        shown = ", ".join(f"{name} {peaks[name]:.3g} GiB" for name in sorted(names, key=lambda name: -peaks[name])[:3])
+        largest_first = sorted(peaks, key=lambda name: -peaks[name])
+        shown = ", ".join(f"{name} {peaks[name]:.3g} GiB" for name in largest_first[:3])
         return [f"memory by layer up to step {step}, most in: {shown}"]
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class _Sampler:
         self._hooks = []
         for name, layer in layers.items():
             # The gathers of FSDP2 are part of the layer: its hook that frees runs after this one.
-            self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._begin, name), prepend=True))
+            self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True))
             self._hooks.append(layer.register_forward_hook(functools.partial(self._end, name), prepend=True))
         self._note()
         self._thread = threading.Thread(target=self._sample, name="memory profiler", daemon=True)
@@ -146,20 +147,17 @@ class _Sampler:
             self._enter("")
             self._phase = outer
 
-    def _enter(self, layer: str) -> None:
+    def _enter(self, layer: str, *_: Any) -> None:
         self._note()
         self._layer = layer
         self._note()
-
-    def _begin(self, layer: str, *_: Any) -> None:
-        self._enter(layer)
 
     def _end(self, layer: str, _: nn.Module, __: Any, output: Any) -> None:
         # A block that is recomputed ends in its own backward.
         if self._phase != "backward":
             self._enter("")
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(functools.partial(self._begin, layer))
+            output.register_hook(functools.partial(self._enter, layer))
 
     def close(self) -> dict[str, float]:
         """The peaks in GiB, by phase, 0 for a phase that was not entered; then by layer and pass."""

@@ -70,10 +70,12 @@ def step_parts(events: Iterable[Event], axes: Mapping[str, str]) -> dict[str, fl
         for event in complete
         if event["name"].startswith(PHASE) and event["tid"] == main and not _is_of_gpu(event)
     ]
+    waits = [span for span in phases if span.name.startswith(EXPOSED)]
+    own = sorted(span for span in phases if not span.name.startswith(EXPOSED))
     if any(event.get("cat") in _KERNELS for event in complete):
-        layers = _of_gpu(complete, phases, axes)
+        layers = _of_gpu(complete, own, axes)
     else:
-        layers = _of_cpu(complete, phases, main)
+        layers = _of_cpu(complete, own, waits, main)
     parts: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for step in steps:
         for name, seconds in _swept(_span(step, OTHER), layers).items():
@@ -83,33 +85,25 @@ def step_parts(events: Iterable[Event], axes: Mapping[str, str]) -> dict[str, fl
 
 
 # Three kinds of spans: something computes, with the name of its phase (empty: the host's phase); collectives, with
-# their axis; phases of the host.
+# their part, `exposed_` and their axis; phases of the host.
 _Layers = tuple[Sequence[TimeSpan], Sequence[TimeSpan], Sequence[TimeSpan]]
 
 
-def _of_cpu(events: Sequence[Event], phases: Sequence[TimeSpan], main: object) -> _Layers:
+def _of_cpu(events: Sequence[Event], own: list[TimeSpan], waits: list[TimeSpan], main: object) -> _Layers:
     issues = [
         (event["ts"], *event["name"].removeprefix(ISSUE).split(":"))
         for event in events
         if event["name"].startswith(ISSUE)
     ]
-    sends = []
+    sends, computes = list(waits), []
     for event in events:
         word = event["name"].removeprefix("gloo:")
         # A receive may be posted long before the rank waits for it; the wait has its own span.
         if word != event["name"] and word not in ("send", "recv"):
-            sends.append(_span(event, _issuer(event["ts"], word, issues)))
-    sends += [span for span in phases if span.name.startswith(EXPOSED)]
-    sends = [span._replace(name=EXPOSED + span.name.removeprefix(EXPOSED)) for span in sends]
-    computes = [
-        _span(event, "")
-        for event in events
-        if event.get("cat") == "cpu_op"
-        and event["tid"] == main
-        and "::" in event["name"]
-        and not event["name"].startswith(_NO_COMPUTE)
-    ]
-    own = [span for span in phases if not span.name.startswith(EXPOSED)]
+            sends.append(_span(event, EXPOSED + _issuer(event["ts"], word, issues)))
+        is_operator = event.get("cat") == "cpu_op" and event["tid"] == main and "::" in event["name"]
+        if is_operator and not event["name"].startswith(_NO_COMPUTE):
+            computes.append(_span(event, ""))
     return computes, sends, own
 
 
@@ -123,13 +117,12 @@ def _issuer(time: float, kind: str, issues: list[tuple[Any, ...]]) -> str:
     return "other_group"
 
 
-def _of_gpu(events: Sequence[Event], phases: Sequence[TimeSpan], axes: Mapping[str, str]) -> _Layers:
+def _of_gpu(events: Sequence[Event], own: list[TimeSpan], axes: Mapping[str, str]) -> _Layers:
     launched: dict[object, float] = {
         event["args"]["correlation"]: float(event["ts"])
         for event in events
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
-    own = sorted(span for span in phases if not span.name.startswith(EXPOSED))
     starts = [span.begin for span in own]
     computes, sends = [], []
     for event in events:
@@ -205,13 +198,9 @@ def mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def line(parts: Mapping[str, float]) -> str:
     """The parts in one line, the largest first, without those that round to 0.0%."""
     whole = parts[STEP]
-    shares = sorted(
-        ((seconds, name) for name, seconds in parts.items() if name != STEP and seconds >= whole / 2000), reverse=True
-    )
-    texts = [
-        f"{name.replace(EXPOSED, 'exposed ')} {100 * seconds / max(whole, 1e-12):.1f}%" for seconds, name in shares
-    ]
-    return f"{1000 * whole:.4g} ms: {', '.join(texts)}"
+    named = {name.replace(EXPOSED, "exposed "): 100 * parts[name] / max(whole, 1e-12) for name in parts if name != STEP}
+    shares = sorted(((share, name) for name, share in named.items() if share >= 0.05), reverse=True)
+    return f"{1000 * whole:.4g} ms: {', '.join(f'{name} {share:.1f}%' for share, name in shares)}"
 
 
 # torch raises RuntimeError for some faults of a disk; a truncated trace is not valid JSON (ValueError).
@@ -322,34 +311,22 @@ class TraceProfiler(WindowsProfiler):
         if not write_whole(self._traces / f"{name}.json.gz", write, self.links.failed):
             return
         operators = costliest(running)
-        write_whole(
-            self._traces / f"{name}.operators.csv", functools.partial(_write_table, operators), self.links.failed
-        )
-        steps = self._last - self._first + 1
-        row = {f"operators/{each.name}(s)": each.seconds / steps for each in operators[:_OPERATORS]}
-        whole = sum(each.seconds for each in operators)
-        shown = ", ".join(f"{each.name} {100 * each.seconds / whole:.1f}%" for each in operators[:_SHOWN])
+        table = self._traces / f"{name}.operators.csv"
+        write_whole(table, functools.partial(_write_table, operators), self.links.failed)
+        steps, whole = self._last - self._first + 1, sum(each[0] for each in operators)
+        row = {f"operators/{each[1]}(s)": each[0] / steps for each in operators[:_OPERATORS]}
+        shown = ", ".join(f"{each[1]} {100 * each[0] / whole:.1f}%" for each in operators[:_SHOWN])
         if row:
             text = f"steps {self._first} to {self._last}, costliest operators of rank 0: {shown}"
             self.links.report("operators", self._last, row, [text])
 
 
-class OperatorTime(NamedTuple):
-    """An operator in a profile: without the operators that it calls, in seconds of all steps.
-
-    Attributes:
-        seconds: of the device, or of the host in a profile without a device.
-    """
-
-    name: str
-    calls: int
-    host_seconds: float
-    device_seconds: float
-    seconds: float
+# Seconds, name, calls, seconds of the host and of the device: in all steps, without the operators that it calls.
+_OperatorTime = tuple[float, str, int, float, float]
 
 
-def costliest(running: profile) -> list[OperatorTime]:
-    """The operators of a profile, the costliest first."""
+def costliest(running: profile) -> list[_OperatorTime]:
+    """The operators of a profile, the costliest first: by the device, or by the host in a profile without a device."""
     found = [
         (event.key, event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
         for event in running.key_averages()
@@ -357,15 +334,15 @@ def costliest(running: profile) -> list[OperatorTime]:
         if event.device_type == DeviceType.CPU and not event.is_user_annotation
     ]
     on_device = any(device for *_, device in found)
-    operators = (OperatorTime(*each, seconds=each[3 if on_device else 2]) for each in found)
-    return sorted((each for each in operators if each.seconds > 0), key=lambda each: -each.seconds)
+    timed = ((device if on_device else host, name, calls, host, device) for name, calls, host, device in found)
+    return sorted((each for each in timed if each[0] > 0), key=lambda each: -each[0])
 
 
-def _write_table(operators: Sequence[OperatorTime], path: Path) -> None:
+def _write_table(operators: Sequence[_OperatorTime], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("operator", "calls", "host_seconds", "device_seconds"))
-        writer.writerows((each.name, each.calls, *each[2:4]) for each in operators)
+        writer.writerows(each[1:] for each in operators)
 
 
 class BreakdownProfiler(WindowsProfiler):
@@ -399,7 +376,6 @@ class BreakdownProfiler(WindowsProfiler):
         if was_recording and self._profile is None:
             self._has_events = not self._on_gpu
             self._report(step)
-            self._report_memory(step)
         elif self._profile is not None and not was_recording and not self._on_gpu:
             self._marks.enter_context(self.links.marks_collectives())
 
@@ -420,13 +396,12 @@ class BreakdownProfiler(WindowsProfiler):
             return
         try:
             with chrome_trace(running) as path:
-                events = json.loads(path.read_bytes())["traceEvents"]
+                self._parts = step_parts(json.loads(path.read_bytes())["traceEvents"], self.links.axes)
         except FAULTS as error:
             self._fault = error
-            return
-        self._parts = step_parts(events, self.links.axes)
 
     def _report(self, step: int) -> None:
+        """Report the window, and what the rank that needs most memory held before it."""
         span = f"step {step}" if self._first == step else f"steps {self._first} to {step}"
         if self._fault is not None:
             self.links.failed(f"the breakdown of {span}", self._fault)
@@ -438,9 +413,6 @@ class BreakdownProfiler(WindowsProfiler):
         elif self._fault is None:
             lacks = ", ".join(str(rank) for rank, found in enumerate(of_ranks) if not found)
             self.links.failed(f"the breakdown of {span}", f"its part is missing on rank {lacks}")
-
-    def _report_memory(self, step: int) -> None:
-        """What the rank that needs most memory held before the window."""
         of_ranks, self._held = self.links.gather(self._held), {}
         if all(of_ranks):
             row = fullest(of_ranks)

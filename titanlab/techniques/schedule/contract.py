@@ -89,7 +89,6 @@ def timeline_of(
     return simulate(orders, placement, of_a_stage, transfer=transfer)
 
 
-KEY = "schedule.stages_per_rank"
 _COMPARED_STAGES = (2, 4, 8)
 
 
@@ -113,11 +112,7 @@ class Looped(PipelineSchedule):
             communication.
     """
 
-    stages_per_rank: int = field(default=2, metadata={"most": 1000})
-
-    def __post_init__(self) -> None:
-        if self.stages_per_rank < 1:
-            raise ConfigError(KEY, self.stages_per_rank, "every rank has at least one stage", "try 2")
+    stages_per_rank: int = field(default=2, metadata={"least": 1, "most": 1000})
 
     def alternatives(self) -> list[PipelineSchedule]:
         return [replace(self, stages_per_rank=stages) for stages in _COMPARED_STAGES]
@@ -139,7 +134,9 @@ class VShaped(PipelineSchedule):
     def __post_init__(self) -> None:
         if self.stages_per_rank != 2:
             rule = "stages go down the ranks and back up, so each rank has two"
-            raise ConfigError(KEY, self.stages_per_rank, rule, "try 2, or schedule=interleaved_zero_bubble")
+            raise ConfigError(
+                "schedule.stages_per_rank", self.stages_per_rank, rule, "try 2, or schedule=interleaved_zero_bubble"
+            )
 
     def stage_count(self, *, ranks: int) -> int:
         return 2 * ranks

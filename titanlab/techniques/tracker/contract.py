@@ -77,12 +77,9 @@ def read_record(path: Path) -> Record | None:
 
     try:
         value = parse_json(read_text(path))
-        record = msgspec.convert(value, Record) if value["schema"] == RECORD_SCHEMA else None
+        return msgspec.convert(value, Record) if value["schema"] == RECORD_SCHEMA else None
     except (OSError, ValueError, LookupError, TypeError, msgspec.ValidationError):
         return None
-    if record is None or min(record.step or 0, record.rows, record.left_out, record.attempt) < 0:
-        return None
-    return record
 
 
 Warn = Callable[[str], None]

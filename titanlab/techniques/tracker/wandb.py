@@ -49,6 +49,7 @@ from titanlab.techniques.tracker.contract import (
 )
 from titanlab.techniques.tracker.trackers_schema import Wandb
 
+_USUAL = "https://api.wandb.ai"
 _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
 
@@ -64,16 +65,13 @@ def has_key(environ: Mapping[str, str]) -> bool:
     """Whether wandb can log in: with a key or an identity token in the environment, or with an entry in netrc."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
-    folder = environ.get("HOME") or home()
-    usual = [] if folder is None else [Path(folder) / ".netrc", Path(folder) / "_netrc"]
-    files = [Path(environ["NETRC"])] if environ.get("NETRC") else usual
-    for path in files:
-        try:
+    host = urlsplit(environ.get("WANDB_BASE_URL") or _USUAL).netloc
+    folder = Path(environ.get("HOME") or home() or "/")
+    named = environ.get("NETRC")
+    for path in [named] if named else [folder / ".netrc", folder / "_netrc"]:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
             if netrc.netrc(path).authenticators(host):
                 return True
-        except (OSError, netrc.NetrcParseError):
-            continue
     return False
 
 
@@ -283,7 +281,6 @@ def _line(message: Mapping[str, Any]) -> bytes:
 
 
 _CONNECT_SECONDS = 2.0
-_USUAL = "https://api.wandb.ai"
 
 
 def lack(environ: Mapping[str, str] | None = None) -> ConfigError | None:
@@ -442,8 +439,7 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], send: Send) -> No
     timestamp: dict[str, Any] = {}
     while (message := messages.get()) is not None:
         if "log" in message:
-            known = {name: value for name, value in message["log"]["metrics"].items() if value is not None}
-            step = message["log"]["step"]
+            known, step = _known(message["log"]["metrics"]), message["log"]["step"]
             timestamp = {name: known[name] for name in (_TIMESTAMP,) if name in known}
             run.log(known, step=step)
             record = replace(record, step=step, rows=record.rows + 1)
@@ -455,13 +451,16 @@ def _serve(messages: queue.SimpleQueue[dict[str, Any] | None], send: Send) -> No
             # overwrite the summary that is set here; so the row is committed first.
             if record.step is not None:
                 run.log(timestamp, step=record.step, commit=True)
-            known = {name: value for name, value in message["finish"]["summary"].items() if value is not None}
-            run.summary.update(known)
+            run.summary.update(_known(message["finish"]["summary"]))
             run.finish(exit_code=message["finish"]["exit_code"])
             write_record(path, replace(record, state=FINISHED, left_out=message["finish"]["rows"] - record.rows))
             return
     run.finish(exit_code=1)  # The training process has died.
     write_record(path, record)
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _open(start: dict[str, Any], send: Send) -> Any:
