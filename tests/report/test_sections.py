@@ -245,29 +245,17 @@ def test_a_parity_file_is_a_section_before_the_last(tmp_path):
     ("given", "column", "text"),
     [
         ({}, "verdict", "unknown"),
-        ({"passed": 1}, "verdict", "unknown"),
-        ({"loss": None}, "loss", ""),
         ({"loss": 1.234e-7}, "loss", "1.2e-07"),
         ({"gradient": [1e-6, "layers.0.wq"]}, "gradient", "1e-06 (layers.0.wq)"),
         ({"tolerance": {"loss": 1e-5, "parameter": 2}}, "tolerance", "loss 1e-05, parameter 2"),
         ({"loss": float("nan")}, "loss", "nan"),
         ({"gradient": [1, 2, 3]}, "gradient", "[1, 2, 3]"),
-        ({"tolerance": {"a": []}}, "tolerance", "a []"),
         ({"layout": None, "reason": None}, "layout", ""),
         ({"reason": 3}, "reason", "3"),
     ],
 )
 def test_values_of_other_types_are_shown_as_they_are(tmp_path, given, column, text):
     assert row_of(written(tmp_path, {"run": "a", **given}))[column] == text
-
-
-def test_configs_are_those_of_the_latest_attempt(made):
-    begin(made.run("a"))
-    begin(made_run := made.run("b", seed=5, point={"seed": 5}))
-    end(made_run, "crash", metrics={})
-    begin(made_run, seed=7)
-    (table,) = sections(facts_in(made.folder))["configuration"].tables
-    assert table.rows[1][2].items == ["seed: 0 → 7"]
 
 
 def test_differences_are_short_and_without_secrets(made):
@@ -365,13 +353,10 @@ def test_the_origin_of_a_sweep_is_told_unless_it_is_the_command_line(made, origi
         (True, "yes", False),
         (0, "0", True),
         (12345678, "12,345,678", True),
-        (999.96, "1000", True),
         (1000.4, "1,000", True),
         (0.00001234, "0.00001234", True),
-        (-1234.5, "-1,234", True),
         (math.nan, "nan", True),
         ("12", "12", False),
-        ("<b>", "<b>", False),
         (["a", 1], "['a', 1]", False),
     ],
 )
