@@ -413,7 +413,6 @@ quickstart --steps 0 ⇒ --steps=0: must lie in 1 to 100; try 3
 """,
     "rehearse": r"""
 nope ⇒ sweep=nope: is not a sweep under runs; try single
-+sweeps=quickstart_layouts --only pp9 ⇒ --only=pp9: is in no run's name of quickstart_layouts (sweeps/quickstart_layouts); try single-********
 quickstart --keep a-file ⇒ --keep=a-file: cannot be made (File exists); give a folder of yours
 quickstart --keep conf ⇒ --keep=conf: has files already; give an empty folder, or a new one
 """,
