@@ -9,6 +9,7 @@ import pytest
 
 from titanlab.cli import main
 from titanlab.cli.compose import compose
+from titanlab.cli.convert import convert, read_job_config
 from titanlab.recipe import Recipe, find_key, resolve
 from titanlab.recipe.torchtitan import KEYS, OLDER_KEYS, OLDER_SECTIONS, WITHOUT_COUNTERPART, current_name
 
@@ -25,6 +26,13 @@ def converted(path: Path, *flags: str, capsys: pytest.CaptureFixture[str]) -> tu
     assert verb == "train"
     (recipe,) = compose(overrides)
     return resolve(recipe, world=None, accelerator="cuda", device="NVIDIA H100 80GB HBM3"), rest
+
+
+def notes_of(path: Path, text: str, *, model: str | None = None) -> tuple[dict[str, object], str]:
+    """Values and notes of a job config, which nothing composes."""
+    path.write_text(text)
+    made = convert(read_job_config(path), name="x", world=1, model=model)
+    return made.values, "\n".join(made.notes)
 
 
 # file, world, parts of the model, degrees (replicate, shard, tensor), sequences of a step, precision, AC
@@ -177,22 +185,20 @@ def test_what_a_job_says_of_itself_and_of_its_profilers(tmp_path, capsys):
         ("initial_load_path = '/hf'", None),
     ],
 )
-def test_weights_of_hugging_face(keys, init_from, tmp_path, capsys):
-    (tmp_path / "hf.toml").write_text(
-        f"[model]\nhf_assets_path = './assets/8B'\n[checkpoint]\ninitial_load_in_hf = true\n{keys}\n"
-    )
-    recipe, notes = converted(tmp_path / "hf.toml", "--world", "1", capsys=capsys)
-    assert recipe.init_from == init_from
+def test_weights_of_hugging_face(keys, init_from, tmp_path):
+    text = f"[model]\nhf_assets_path = './assets/8B'\n[checkpoint]\ninitial_load_in_hf = true\n{keys}\n"
+    values, notes = notes_of(tmp_path / "hf.toml", text)
+    assert values.get("init_from") == init_from
     assert ("checkpoint.enable=false" in notes) == (init_from is None)
 
 
-def test_a_key_that_is_on_and_has_no_counterpart_is_named(tmp_path, capsys):
-    (tmp_path / "on.toml").write_text(
+def test_a_key_that_is_on_and_has_no_counterpart_is_named(tmp_path):
+    _, notes = notes_of(
+        tmp_path / "on.toml",
         "[checkpoint]\nlast_save_in_hf = true\n[fault_tolerance]\nenable = true\ngroup_size = 1\n"
         "[memory_estimation]\nenable = false\n"
-        "[model]\nconverters = ['quantize.linear.mx']\n[quantize.linear.mx]\nrecipe_name = 'mxfp8_emulated'\n"
+        "[model]\nconverters = ['quantize.linear.mx']\n[quantize.linear.mx]\nrecipe_name = 'mxfp8_emulated'\n",
     )
-    _, notes = converted(tmp_path / "on.toml", "--world", "1", capsys=capsys)
     assert "checkpoint.last_save_in_hf=true: after the run, `titanlab export" in notes
     assert "fault_tolerance.enable=true: " in notes
     assert "quantize.linear.mx.recipe_name=mxfp8_emulated: " in notes
@@ -225,21 +231,14 @@ def test_keys_of_older_versions(tmp_path, capsys):
         ("[job", (), ("file=", "is not a TOML")),
         ("[training]\nstepz = 3", (), ("training.stepz=3", "training.steps")),
         ("[training]\nsteps = 'x'", (), ("training.steps=x", "expected `int`")),
-        ("[model]\ntokenizer_path = 5", (), ("model.tokenizer_path=5", "expected `str`")),
-        ("[model]\nconverters = [3]", (), ("model.converters=[3]", "expected `str`")),
         ("[checkpoint]\ninitial_load_path = 1", (), ("checkpoint.initial_load_path=1", "expected `str`")),
         ("[lr_scheduler]\ndecay_ratio = 'x'", (), ("lr_scheduler.decay_ratio=x", "expected `float`")),
-        ("[parallelism]\nmodule_fqns_per_model_part = 3", (), ("module_fqns_per_model_part=3", "expected `array`")),
         ("[parallelism]\nmodule_fqns_per_model_part = [[]]", (), ("module_fqns_per_model_part=[[]]", "length >= 1")),
         ("[experimental]\npipeline_parallel_split_points = 'a'", (), ("split_points=a", "expected `array`")),
-        ("steps = 3", (), ("steps=3",)),
         ("", (), ("data_parallel_shard_degree=-1", "--world 8")),
         ("[model]\nname = 'flux'", ("--world", "1"), ("model.flavor=flux", "--model")),
         ("[parallelism]\ntensor_parallel_degree = 3", ("--world", "8"), ("world=8",)),
-        ("[training]\nglobal_batch_size = 9", ("--world", "2"), ("training.global_batch=9",)),
-        ("[activation_checkpoint]\nmode = 'some'", ("--world", "1"), ("ac=some",)),
         ("[parallelism]\ntensor_parallel_degree = 0", ("--world", "8"), ("tensor_parallel_degree=0",)),
-        ("[training]\nlocal_batch_size = -1", ("--world", "8"), ("local_batch_size=-1",)),
         ("", ("--into", "x.yaml"), ("--into=", "recipe/x.yaml")),
     ],
 )
@@ -252,12 +251,9 @@ def test_what_cannot_be_converted_is_one_line(text, flags, parts, tmp_path, caps
     assert all(part in err for part in parts)
 
 
-def test_keys_of_code_of_ones_own_are_named_and_not_refused(tmp_path, capsys):
-    (tmp_path / "own.toml").write_text(
-        "[job]\ncustom_config_module = 'mine.config'\n[mine]\nwidth = 3\nbatch_size = 'x'\n"
-    )
-    _, notes = converted(tmp_path / "own.toml", "--world", "1", "--model", "debug", capsys=capsys)
-    assert "mine.width=3" in notes
+def test_keys_of_code_of_ones_own_are_named_and_not_refused(tmp_path):
+    text = "[job]\ncustom_config_module = 'mine.config'\n[mine]\nwidth = 3\nbatch_size = 'x'\n"
+    assert "mine.width=3" in notes_of(tmp_path / "own.toml", text, model="debug")[1]
 
 
 def test_a_recipe_that_is_there_stays_unless_forced(tmp_path, capsys):

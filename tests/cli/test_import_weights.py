@@ -60,7 +60,6 @@ def test_weights_of_another_tool_are_imported(tmp_path, shown, prefix):
         (["--model", "no_such"], "model=no_such"),
         ([*MODEL, "model.dim=64"], "is [96, 32] there and [96, 64] in the model"),
         ([*MODEL, "model.layers=3"], "has no plain tensor layers.2"),
-        ([*MODEL, "model.layers=2,3"], "is several values"),
         ([*MODEL, "data.x=3"], "is not a key of the model"),
     ],
 )
@@ -98,12 +97,11 @@ def test_a_folder_that_would_run_code_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kept", [None, 100])
-def test_missing_data_has_a_hint_that_fits_a_folder_of_another_tool(tmp_path, capsys, kept):
+def test_missing_data_has_a_hint_that_fits_a_folder_of_another_tool(tmp_path, capsys):
     theirs = tmp_path / "theirs"
     saved(theirs, "")
     for path in theirs.glob("*.distcp"):
-        path.write_bytes(path.read_bytes()[:kept]) if kept else path.unlink()
+        path.write_bytes(path.read_bytes()[:100])
     assert main(["import", str(theirs), *MODEL, "--into", str(tmp_path / "ours"), "--name", "mine"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -118,8 +116,6 @@ def test_missing_data_has_a_hint_that_fits_a_folder_of_another_tool(tmp_path, ca
         ("/x/My Model (v2)", "my_model_v2"),
         ("/x/null", "null_imported"),
         ("/x/1e5", "1e5"),
-        ("/x/True", "true"),
-        ("/x/7b", "7b"),
         ("/x/007", "007"),
         ("/x/???", "model"),
         ("org/llama3_8b", "llama3_8b_imported"),

@@ -31,14 +31,17 @@ def test_the_table_has_a_row_for_each_recipe_and_the_arguments_of_the_first(plan
     assert (code, err) == (0, "")
     lines = out.splitlines()
     kept = "5 % of it left free for CUDA, NCCL and errors"
+    whole = "7.591 PFLOP a step; the model takes 32.1 GB and its optimizer 64.2 GB"
     assert lines[0].startswith(f"8.03B parameters on 8 H100 SXMs (80 GB each, {kept}); ")
+    assert whole in lines[0]
+    assert whole in plan(*RECIPE, "--explain")[1].splitlines()
     assert lines[1].split()[:3] == ["layout", "mb", "AC"] or "schedule" in lines[1]
     assert [line.split()[0] for line in lines[2:5]] == ["1", "2", "3"]
     assert lines[5].startswith("the first: parallelism.pipeline=")
 
 
 def test_why_has_a_sentence_for_each_and_what_was_left_out(plan):
-    _, out, _ = plan(*RECIPE, "world=64", "--top", "3", "--why")
+    _, out, _ = plan(*RECIPE, "world=16", "--top", "3", "--why")
     assert "1 is the fastest that fits: " in out
     words = ("slower", "faster", "as long")
     others = [line for line in out.splitlines() if line.startswith(("2 is ", "3 is ", "2 takes ", "3 takes "))]
@@ -48,35 +51,25 @@ def test_why_has_a_sentence_for_each_and_what_was_left_out(plan):
 
 
 def test_json_has_the_same_in_bytes_and_seconds(plan):
+    """Parameters and two averages in float32; 6 FLOPs a weight that multiplies, and attention."""
     code, out, _ = plan(*RECIPE, "world=8", "--top", "2", "--json")
     values = json.loads(out)
     assert code == 0
     assert (values["world"], len(values["best"])) == (8, 2)
+    assert values["model_bytes"] == pytest.approx(4 * 8.03e9, rel=1e-3)
+    assert values["optimizer_bytes"] == pytest.approx(8 * 8.03e9, rel=1e-3)
+    weights, attention = 6 * (8.03e9 - 128256 * 4096), 12 * 32 * 4096 * 8192
+    assert values["step_flops"] == pytest.approx(16 * 8192 * (weights + attention), rel=1e-3)
     first = values["best"][0]
     assert first["allocated_bytes"] == sum(first["memory"].values())
     assert first["step_seconds"] == pytest.approx(sum(first["parts"].values()))
     assert first["reserved_bytes"] <= values["limit_bytes"]
-
-
-def test_the_arguments_of_the_first_make_a_recipe_with_the_same_estimate(plan):
-    first = json.loads(plan(*RECIPE, "world=8", "--top", "1", "--json")[1])["best"][0]
+    # The arguments of the first make a recipe with the same estimate.
     account = json.loads(plan(*RECIPE, *first["overrides"], "--explain", "--json")[1])
     assert account["layout"] == first["layout"]
     # The ranking's pipeline is within 1 % of the simulation that --explain does.
     assert account["step_seconds"] == pytest.approx(first["step_seconds"], rel=0.01)
     assert max(rank["allocated_bytes"] for rank in account["ranks"]) == first["allocated_bytes"]
-
-
-def test_the_step_and_the_whole_model_are_said(plan):
-    """Parameters and two averages in float32; 6 FLOPs a weight that multiplies, and attention."""
-    values = json.loads(plan(*RECIPE, "world=8", "--top", "1", "--json")[1])
-    assert values["model_bytes"] == pytest.approx(4 * 8.03e9, rel=1e-3)
-    assert values["optimizer_bytes"] == pytest.approx(8 * 8.03e9, rel=1e-3)
-    weights, attention = 6 * (8.03e9 - 128256 * 4096), 12 * 32 * 4096 * 8192
-    assert values["step_flops"] == pytest.approx(16 * 8192 * (weights + attention), rel=1e-3)
-    shown = "7.591 PFLOP a step; the model takes 32.1 GB and its optimizer 64.2 GB"
-    assert shown in plan(*RECIPE, "world=8", "--top", "1")[1].splitlines()[0]
-    assert shown in plan(*RECIPE, "--explain")[1].splitlines()
 
 
 @pytest.mark.full
@@ -99,12 +92,13 @@ def test_machines_are_compared_in_one_table_the_fastest_first(plan):
 
 
 def test_some_options_of_a_group_vary_with_machines(plan):
-    asked = "precision=float8_rowwise,bf16_full,cluster=a100_80gb,h100,compile"
+    asked = "precision=float8_rowwise,cluster=a100_80gb,h100,compile"
     values = json.loads(plan(*TIED, "world=1", "--vary", asked, "--top", "30", "--json")[1])
     assert set(values) == {"a100_80gb", "h100"}
     for machine in values.values():
-        assert {each["precision"] for each in machine["best"]} <= {"bf16", "float8_rowwise", "bf16_full"}
+        assert {each["precision"] for each in machine["best"]} <= {"bf16", "float8_rowwise"}
         assert {each["compile"] for each in machine["best"]} <= {"off", "block", "block+loss"}
+        assert len({each["compile"] for each in machine["best"]}) > 1
     # A model that no A100 has room for.
     large = ["+recipe=llama3_1_405b_512gpus", "cluster=h100", "world=8", "training.global_batch=8"]
     code, out, _ = plan(*large, "--vary", "cluster=a100_80gb")
@@ -126,8 +120,6 @@ def test_explain_accounts_for_one_recipe(plan, tmp_path):
 def test_what_varies_is_shown(plan):
     lines = plan(*TIED, "world=1", "--vary", "precision", "--top", "40")[1].splitlines()
     assert "precision" in lines[1].split()
-    values = json.loads(plan(*TIED, "world=1", "--vary", "compile", "--json", "--top", "40")[1])
-    assert len({one["compile"] for one in values["best"]}) > 1
 
 
 def test_nothing_fits_and_what_would(plan):

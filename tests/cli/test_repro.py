@@ -68,7 +68,7 @@ def snapshot(run, repository, text):
     return folder
 
 
-@pytest.mark.parametrize("text", [None, "value = 2\n", "value = 3", 'value = "é"\n'])
+@pytest.mark.parametrize("text", [None, 'value = "é"\n'])
 def test_the_code_comes_back_from_its_commit_and_difference(made, call, tmp_path, text):
     run = made(text)
     code, out, err = call(run)
@@ -117,7 +117,6 @@ def test_a_difference_that_is_not_whole_is_taken_from_the_snapshot(made, call, t
     [
         ({"sha": "0" * 40}, "commit 000000000000 is not in "),
         ({"sha": "--upload-pack=touch ran"}, "there is no commit to go back to"),
-        ({"sha": 7}, "there is no commit to go back to"),
         (None, "there is no commit to go back to"),
     ],
 )
@@ -145,14 +144,6 @@ def test_a_patch_that_leaves_the_repository_is_refused(made, call, tmp_path):
     assert err.startswith("warning: code.patch is not applied: it ")
     assert (tmp_path / "out" / "titanlab" / "code.py").read_text() == "value = 1\n"
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_patch_of_which_a_part_does_not_fit_is_named_and_left_out_whole(made, call, tmp_path):
-    run = made("value = 2\n")
-    (run.attempt_folder(1) / "code.patch").write_text(PATCH + PATCH.replace("code.py", "other.py"))
-    code, _, err = call(run)
-    assert (code, (tmp_path / "out" / "titanlab" / "code.py").read_text()) == (1, "value = 1\n")
-    assert err.startswith("warning: code.patch does not fit the commit (")
 
 
 def test_what_differs_from_now_is_listed(made, call):

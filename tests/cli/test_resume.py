@@ -199,7 +199,6 @@ def test_the_weights_that_a_run_first_started_with_may_be_gone_once_it_has_saved
     "arguments",
     [
         "resume <run>",
-        "resume <run> launch.threads=2",
         "train --from <run> optimizer.lr=0.1",
         "export <run> --into out",
         "parity <run> <run>-2",

@@ -53,7 +53,7 @@ def test_a_launcher_is_needed_if_the_user_names_it(tmp_path, launch, needed):
     assert [check.name for check in found if check.is_needed] == needed
 
 
-@pytest.mark.parametrize(("launch", "number"), [(None, 112), (Slurm(), 112), (Pager(number=911), 911)])
+@pytest.mark.parametrize(("launch", "number"), [(None, 112), (Pager(number=911), 911)])
 def test_a_launcher_of_another_package_says_what_it_finds_with_the_settings_of_the_user(
     tmp_path, third, launch, number
 ):

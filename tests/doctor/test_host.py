@@ -144,7 +144,6 @@ def test_the_file_system(tmp_path, monkeypatch, kinds, shared, state):
         (0.0, True, 0.0, {"writing": "warn", "locks": "ok"}),
         (1e9, False, 0.0, {"writing": "ok", "locks": "warn"}),
         (1e9, True, 60.0, {"writing": "ok", "locks": "ok", "clock": "warn"}),
-        (1e9, True, -60.0, {"writing": "ok", "locks": "ok", "clock": "warn"}),
     ],
 )
 def test_a_slow_folder_one_without_locks_and_one_with_another_clock_are_told(

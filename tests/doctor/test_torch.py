@@ -26,7 +26,6 @@ CUDA |= {"devices": [H100, {**H100, "peers": [0]}], "architectures": ["sm_80", "
     [
         (CPU, {"torch": "ok"}),
         ({**CPU, "gloo": False}, {"torch": "ok", "gloo": "fail"}),
-        ({**CPU, "cpu_bf16": True}, {"torch": "ok"}),
         ({**CPU, "cpu_bf16": False}, {"torch": "ok", "bf16": "warn"}),
         ({**CUDA, "cpu_bf16": False}, {"torch": "ok", "CUDA": "ok", "NCCL": "ok"}),
         (CUDA, {"torch": "ok", "CUDA": "ok", "NCCL": "ok"}),
@@ -35,7 +34,6 @@ CUDA |= {"devices": [H100, {**H100, "peers": [0]}], "architectures": ["sm_80", "
         ({**CUDA, "devices": [H100, {**H100, "peers": []}]}, {"torch": "ok", "CUDA": "ok", "NCCL": "warn"}),
         ({**CUDA, "devices": [H100, {**H100, "name": "A100"}]}, {"torch": "ok", "CUDA": "warn", "NCCL": "ok"}),
         ({**CUDA, "architectures": ["sm_80"]}, {"torch": "ok", "CUDA": "ok", "CUDA build": "fail", "NCCL": "ok"}),
-        ({**CUDA, "architectures": ["sm_100"]}, {"torch": "ok", "CUDA": "ok", "CUDA build": "fail", "NCCL": "ok"}),
         ({**CUDA, "architectures": ["sm_100", "sm_90a"]}, {"torch": "ok", "CUDA": "ok", "NCCL": "ok"}),
         ({**CUDA, "architectures": ["compute_80"]}, {"torch": "ok", "CUDA": "ok", "NCCL": "ok"}),
     ],
@@ -48,7 +46,6 @@ def test_the_lines_about_torch(changes, expected):
     ("script", "problem"),
     [
         ("echo garbage", "exit code 0"),
-        ("echo '[1]'", "exit code 0"),
         ("echo 'ImportError: libcudart.so.12: cannot open' >&2; exit 1", "ImportError: libcudart.so.12: cannot open"),
         ("kill -SEGV $$", "exit code -11"),
         ("exec sleep 120", "gave no answer within 0.3 s"),
@@ -67,7 +64,6 @@ def test_a_torch_that_cannot_be_used_is_named(tmp_path, script, problem):
     [
         ("""echo '{"totals": [3.0, 3.0], "seconds": 0.5}'""", "ok", "2 processes in 0.50 s"),
         ("""echo '{"totals": [3.0, 1.0], "seconds": 0.5}'""", "fail", "the sum is wrong"),
-        ("echo garbage", "fail", "exit code 0"),
         ("echo 'RuntimeError: no route to host' >&2; exit 1", "fail", "RuntimeError: no route to host"),
         ("exec sleep 120", "fail", "2 processes did not meet within 0.3 s"),
     ],

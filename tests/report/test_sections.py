@@ -257,15 +257,6 @@ def test_differences_of_a_proof_are_short(tmp_path, given, column, text):
     assert row_of(written(tmp_path, {**PROVED, **given}))[column] == text
 
 
-def test_configs_are_those_of_the_latest_attempt(made):
-    begin(made.run("a"))
-    begin(made_run := made.run("b", seed=5, point={"seed": 5}))
-    end(made_run, "crash", metrics={})
-    begin(made_run, seed=7)
-    (table,) = sections(facts_in(made.folder))["configuration"].tables
-    assert table.rows[1][2].items == ["seed: 0 → 7"]
-
-
 def test_differences_are_short_and_without_secrets(made):
     for name, seed in (("a", 0), ("b", 5)):
         begin(made_run := made.run(name, seed=seed, point={"seed": seed}))
@@ -361,13 +352,10 @@ def test_the_origin_of_a_sweep_is_told_unless_it_is_the_command_line(made, origi
         (True, "yes", False),
         (0, "0", True),
         (12345678, "12,345,678", True),
-        (999.96, "1000", True),
         (1000.4, "1,000", True),
         (0.00001234, "0.00001234", True),
-        (-1234.5, "-1,234", True),
         (math.nan, "nan", True),
         ("12", "12", False),
-        ("<b>", "<b>", False),
         (["a", 1], "['a', 1]", False),
     ],
 )

@@ -7,9 +7,8 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from titanlab.errors import ConfigError
 from titanlab.ranges import MOST_64_BITS, check_whole
@@ -30,9 +29,7 @@ _TOKEN = "of the hub, for gated models (default: HF_TOKEN, or what `hf auth logi
 class Arguments(argparse.ArgumentParser):
     """The parser of a verb: options and positional arguments in any order; every mistake is a ConfigError.
 
-    Args:
-        usage: of a verb that takes a recipe: words that are not flags of the verb go into `rest`, for Hydra. None:
-            other verbs.
+    With `usage`, the verb takes a recipe: words that are not flags of the verb go into `rest`, for Hydra.
     """
 
     def __init__(self, verb: str, description: str, usage: str | None = None) -> None:
@@ -74,11 +71,7 @@ class Arguments(argparse.ArgumentParser):
 
 
 def bytes_of(text: str, key: str) -> int:
-    """The number of bytes in a text such as `5GB`, `500 MiB` or `1e9`.
-
-    Raises:
-        ConfigError: the text is not a size.
-    """
+    """The number of bytes in a text such as `5GB`, `500 MiB` or `1e9`; a ConfigError if it is not a size."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or not 1 <= float(match[1]) * unit < _MOST_BYTES:
@@ -99,8 +92,7 @@ def json_text(value: Any) -> str:
 Add = Callable[..., argparse.Action]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verb:
+class Verb(NamedTuple):
     """A verb of the command line.
 
     Attributes:
@@ -109,7 +101,6 @@ class Verb:
         declare: adds the verb's arguments to its parser; its docstring is the description, and the text that it returns
             stands below the flags.
         usage: the usage line of a verb that takes a recipe.
-        has_runs: whether the verb has `--runs`.
     """
 
     module: str
@@ -133,8 +124,7 @@ def _verb(
     module: str, about: str, *, usage: str | None = None, has_runs: bool = True
 ) -> Callable[[Callable[[Add], str | None]], None]:
     def register(declare: Callable[[Add], str | None]) -> None:
-        name = declare.__name__.strip("_").replace("_", "-")
-        VERBS[name] = Verb(module=module, about=about, declare=declare, usage=usage, has_runs=has_runs)
+        VERBS[declare.__name__.strip("_").replace("_", "-")] = Verb(module, about, declare, usage, has_runs)
 
     return register
 

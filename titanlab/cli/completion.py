@@ -46,8 +46,8 @@ def completion_verb(args: argparse.Namespace) -> int:
     elif shell == "query":
         print(*_words(os.environ.get("COMP_LINE", "titanlab ")))
     else:
-        rule = "is not a known shell"
-        raise ConfigError("completion", shell, rule, "try bash (in zsh, run bashcompinit first)")
+        cure = "try bash (in zsh, run bashcompinit first)"
+        raise ConfigError("completion", shell, "is not a known shell", cure)
     return 0
 
 
@@ -125,12 +125,7 @@ def _run_names(runs: str) -> list[str]:
 
 
 def _hydra(config_flags: Sequence[str], overrides: Sequence[str], current: str) -> Sequence[str]:
-    """The completions that Hydra finds.
-
-    Args:
-        config_flags: flags that say where configs are, with their values.
-        overrides: the overrides before the cursor.
-    """
+    """The completions that Hydra finds, with flags that say where configs are and the overrides before the cursor."""
     # Hydra splits the line at spaces, and fails at flags that it does not know.
     os.environ["COMP_LINE"] = " ".join(["titanlab", *(text for text in overrides if " " not in text), current])
     output = io.StringIO()

@@ -52,7 +52,7 @@ _DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA B200")
 
 @dataclass(kw_only=True)
 class Converted:
-    """A job config as a recipe: options by group, values by key, and lines about what differs or is left out."""
+    """A job config as a recipe; `notes` say what differs or is left out."""
 
     options: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -79,33 +79,27 @@ class Converted:
 
 
 def convert_verb(args: Namespace) -> int:
-    path: Path = args.file
-    if args.into is not None:
-        _check_into(args.into, force=args.force)
-    theirs = read_job_config(path)
-    made = convert(theirs, name=safe_name(path.stem), world=args.world, model=args.model)
+    path, into = args.file, args.into
+    if into is not None and (into.suffix != ".yaml" or into.parent.name != "recipe"):
+        rule = "must be NAME.yaml in a folder called recipe, for `--config-dir FOLDER +recipe=NAME`"
+        raise ConfigError("--into", into, rule, f"try mine/recipe/{into.stem or 'mine'}.yaml")
+    if into is not None and into.exists() and not args.force:
+        raise ConfigError("--into", into, "exists", "give another name, or add --force")
+    made = convert(read_job_config(path), name=safe_name(path.stem), world=args.world, model=args.model)
     (recipe,) = compose(made.overrides)
     device = _DEVICES[recipe.precision.kind == "mxfp8"]
     check_all_but_data(resolve(recipe, world=None, accelerator="cuda", device=device))
     with Console() as console:
-        if args.into is None:
+        if into is None:
             console.note(" \\\n  ".join(["titanlab train", *map(shlex.quote, made.overrides)]))
         else:
-            args.into.parent.mkdir(parents=True, exist_ok=True)
-            write_text(args.into, made.recipe_file(path.name))
-            folder = str(args.into.parent.parent)
-            console.note(shlex.join(["titanlab", "train", "--config-dir", folder, f"+recipe={args.into.stem}"]))
+            into.parent.mkdir(parents=True, exist_ok=True)
+            write_text(into, made.recipe_file(path.name))
+            folder = str(into.parent.parent)
+            console.note(shlex.join(["titanlab", "train", "--config-dir", folder, f"+recipe={into.stem}"]))
         for line in ["", "differs, or is left out:", *made.notes] if made.notes else []:
             console.note(line)
     return 0
-
-
-def _check_into(into: Path, *, force: bool) -> None:
-    if into.suffix != ".yaml" or into.parent.name != "recipe":
-        rule = "must be NAME.yaml in a folder called recipe, for `--config-dir FOLDER +recipe=NAME`"
-        raise ConfigError("--into", into, rule, f"try mine/recipe/{into.stem or 'mine'}.yaml")
-    if into.exists() and not force:
-        raise ConfigError("--into", into, "exists", "give another name, or add --force")
 
 
 def read_job_config(path: Path) -> dict[str, Any]:
@@ -168,12 +162,11 @@ def convert(theirs: Mapping[str, Any], *, name: str, world: int | None, model: s
 
     Args:
         theirs: the file's values by key; torchtitan's defaults stand for the others.
-        name: of the recipe.
         world: number of processes; None: the product of the degrees.
         model: titanlab's option in place of the file's model.
 
     Raises:
-        ConfigError: a model, an optimizer or a schedule is unknown, or the world is not given and not known.
+        ConfigError: a model or a schedule is unknown, or the world is not given and not known.
     """
     given = {key: known.default for key, known in KEYS.items()} | dict(theirs)
     made = Converted(values={"name": name})
@@ -227,14 +220,9 @@ def _options(group: str) -> list[str]:
 def _layout(made: Converted, given: Mapping[str, Any], world: int | None) -> int:
     """Degrees, axes' options and the pipeline's schedule. Returns the number of data-parallel processes."""
     values = made.values
-    names = (
-        "data_parallel_replicate",
-        "data_parallel_shard",
-        "context_parallel",
-        "tensor_parallel",
-        "pipeline_parallel",
-    )
-    replicate, shard, context, tensor, pipeline = (given[f"parallelism.{name}_degree"] for name in names)
+    names = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
+    replicate, shard, context, tensor = (given[f"parallelism.{name}_degree"] for name in names)
+    pipeline = given["parallelism.pipeline_parallel_degree"]
     if shard == -1:
         if world is None:
             rule, cure = "is what the number of processes leaves, which torchrun says there", "add --world 8"
@@ -249,22 +237,17 @@ def _layout(made: Converted, given: Mapping[str, Any], world: int | None) -> int
     if context > 1 and given["parallelism.context_parallel_rotate_method"] == "allgather":
         values["parallelism.context_method"] = "all_gather"
     if pipeline > 1:
-        _pipeline(made, given)
-    return int(replicate * shard)
-
-
-def _pipeline(made: Converted, given: Mapping[str, Any]) -> None:
-    key = "parallelism.pipeline_parallel_schedule"
-    name = given[key].lower().replace("zbvzerobubble", "zbv")
-    if file := given[f"{key}_csv"]:
-        made.options["schedule"], made.values["schedule.file"] = "csv", file
-    else:
+        key = "parallelism.pipeline_parallel_schedule"
         known = {option.replace("_", ""): option for option in _options("schedule")}
-        if name not in known:
+        schedule = known.get(given[key].lower().replace("zbvzerobubble", "zbv"))
+        if file := given[f"{key}_csv"]:
+            schedule, values["schedule.file"] = "csv", file
+        if schedule is None:
             raise ConfigError(key, given[key], "has no counterpart here", f"known: {', '.join(known)}")
-        made.options["schedule"] = known[name]
-    if parts := given["parallelism.module_fqns_per_model_part"]:
-        made.values["parallelism.split"] = [part[0] for part in parts[1:]]
+        made.options["schedule"] = schedule
+        if parts := given["parallelism.module_fqns_per_model_part"]:
+            values["parallelism.split"] = [part[0] for part in parts[1:]]
+    return int(replicate * shard)
 
 
 def _batch(made: Converted, given: Mapping[str, Any], ranks: int) -> None:
@@ -273,11 +256,9 @@ def _batch(made: Converted, given: Mapping[str, Any], ranks: int) -> None:
     made.values["training.global_batch"] = whole
     if "schedule" in made.options:
         made.values["training.microbatch"] = given["parallelism.pipeline_parallel_microbatch_size"]
-        if whole > local * ranks:
-            count = whole // (local * ranks)
-            made.notes.append(
-                f"a step fills its pipeline once with all microbatches; torchtitan's does so {count} times"
-            )
+        if (times := whole // (local * ranks)) > 1:
+            what = "a step fills its pipeline once with all microbatches"
+            made.notes.append(f"{what}; torchtitan's does so {times} times")
     elif whole != local * ranks:
         made.values["training.microbatch"] = local
     if given["validation.enable"]:
@@ -321,9 +302,8 @@ def _recomputation(made: Converted, given: Mapping[str, Any]) -> None:
         made.options["ac"] = "selective_op"
     elif mode == "selective":
         if not choice.isdigit():
-            raise ConfigError(
-                "activation_checkpoint.selective_ac_option", choice, "is neither op nor a number", "try op"
-            )
+            key = "activation_checkpoint.selective_ac_option"
+            raise ConfigError(key, choice, "is neither op nor a number", "try op")
         made.options["ac"] = "selective_layer" if int(choice) else "full"
         if int(choice):
             made.values["ac.every"] = int(choice)
@@ -335,10 +315,8 @@ def _recomputation(made: Converted, given: Mapping[str, Any]) -> None:
 
 
 def _optimizer(made: Converted, given: Mapping[str, Any]) -> None:
-    if given["optimizer.name"] != "AdamW":
-        made.notes.append(
-            f"optimizer.name={given['optimizer.name']}: has no counterpart; optimizer=adamw decays weights"
-        )
+    if (name := given["optimizer.name"]) != "AdamW":
+        made.notes.append(f"optimizer.name={name}: has no counterpart; optimizer=adamw decays weights")
     betas = [given["optimizer.beta1"], given["optimizer.beta2"]]
     if betas != [0.9, 0.95]:
         made.values["optimizer.betas"] = betas
@@ -353,9 +331,8 @@ def _data(made: Converted, given: Mapping[str, Any], ranks: int) -> None:
     dataset, path = given["training.dataset"], given["training.dataset_path"]
     if dataset == "c4_test":
         options["data"], values["data.files"] = "files", path or _C4_TEST
-        made.notes.append(
-            f"training.dataset=c4_test: {values['data.files']} is torchtitan's; data=stdlib needs no file"
-        )
+        file = values["data.files"]
+        made.notes.append(f"training.dataset=c4_test: {file} is torchtitan's; data=stdlib needs no file")
     else:
         options["data"] = "c4" if dataset.startswith("c4") else "hf"
         if dataset == "c4_validation":
@@ -372,14 +349,12 @@ def _data(made: Converted, given: Mapping[str, Any], ranks: int) -> None:
 def _records(made: Converted, given: Mapping[str, Any]) -> None:
     """Checkpoints, trackers and profilers."""
     options, values = made.options, made.values
-    kinds = {"disabled": "sync", "async": "async", "async_with_pinned_mem": "async_pinned"}
+    modes = {"disabled": "sync", "async": "async", "async_with_pinned_mem": "async_pinned"}
     saves = given["checkpoint.enable"] and not given["checkpoint.load_only"]
-    options["checkpoint"] = kinds.get(given["checkpoint.async_mode"], "sync") if saves else "off"
+    options["checkpoint"] = modes.get(given["checkpoint.async_mode"], "sync") if saves else "off"
     if saves:
-        values |= {
-            "checkpoint.every": given["checkpoint.interval"],
-            "checkpoint.keep": given["checkpoint.keep_latest_k"],
-        }
+        values["checkpoint.every"] = given["checkpoint.interval"]
+        values["checkpoint.keep"] = given["checkpoint.keep_latest_k"]
         if given["checkpoint.last_save_model_only"]:
             values |= {"checkpoint.last": "model", "checkpoint.last_dtype": given["checkpoint.export_dtype"]}
     path, is_hugging_face = given["checkpoint.initial_load_path"], given["checkpoint.initial_load_in_hf"]
@@ -395,13 +370,12 @@ def _records(made: Converted, given: Mapping[str, Any]) -> None:
     if trackers:
         options["tracker"] = PLUS.join(trackers)
     every, active = given["profiling.profile_freq"], given["profiling.profiler_active"]
-    profilers: dict[str, dict[str, int]] = {}
-    if given["profiling.enable_profiling"]:
-        profilers["trace"] = {"skip": max(2, every - active), "steps": active, "every": every}
-    if given["profiling.enable_memory_snapshot"]:
-        profilers["memory"] = {"every": every}
+    kinds = {"trace": "profiling.enable_profiling", "memory": "profiling.enable_memory_snapshot"}
+    profilers = [kind for kind, key in kinds.items() if given[key]]
     if profilers:
         options["profiler"] = PLUS.join(profilers)
-    for kind, settings in profilers.items():
+    for kind in profilers:
         group = f"profiler.{kind}" if len(profilers) > 1 else "profiler"
-        values |= {f"{group}.{name}": value for name, value in settings.items()}
+        values[f"{group}.every"] = every
+        if kind == "trace":
+            values |= {f"{group}.skip": max(2, every - active), f"{group}.steps": active}

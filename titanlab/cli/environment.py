@@ -90,7 +90,7 @@ _FOLDER = "repro"
 _SAME = {
     True: "its Python files are those of the run",
     False: "its Python files are NOT those of the run",
-    None: "whether it is the run's code is not known: the run has recorded no fingerprint",
+    None: "the run has recorded no fingerprint of its code",
 }
 
 
@@ -101,18 +101,20 @@ def repro_verb(args: Namespace) -> int:
     attempt = run.chosen_attempt(args.attempt)
     code = recorded_code(run, attempt)
     into = Path(os.path.abspath(user_path(args.into or Path(f"repro-{run.path.name}"))))
-    if not args.dry_run:
-        if os.path.lexists(into) and (not into.is_dir() or into.is_symlink() or any(into.iterdir())):
-            raise ConfigError("--into", into, "exists already", "give a new folder")
-        parent = next(path for path in into.parents if os.path.lexists(path))
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            why = f"no permission in {parent}" if parent.is_dir() else f"{parent} is not a folder"
-            raise ConfigError("--into", into, f"cannot be made ({why})", "give another folder")
     text = composable(run.config(attempt) if attempt else run.config())
     with Console() as console:
         if args.dry_run:
             _show_differences(console, run, code)
             return 0
+        if os.path.lexists(into) and (not into.is_dir() or into.is_symlink() or any(into.iterdir())):
+            raise ConfigError("--into", into, "exists already", "give a new folder")
+        try:
+            if not into.exists():
+                # Only a trial: no folder stays if the code cannot be restored.
+                into.mkdir(parents=True)
+                into.rmdir()
+        except OSError as error:
+            raise ConfigError("--into", into, f"cannot be made ({error.strerror})", "give another folder") from error
         repository = repository_of(args.repo or Path(titanlab.__file__).parent)
         restored = restore(code, repository, into, run=run.path.name)
         write_config(into / _FOLDER, text)

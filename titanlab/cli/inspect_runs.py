@@ -45,7 +45,7 @@ _POLL_SECONDS = 0.5
 _MOST_NAMED = 6
 
 
-Fits = Callable[[bytes], object]  # whether a line is wanted
+Fits = Callable[[bytes], object]
 
 
 def logs_verb(args: Namespace) -> int:
@@ -65,12 +65,9 @@ def logs_verb(args: Namespace) -> int:
     run.chosen_attempt(args.attempt)
     logs = _chosen(run, args.rank, is_followed=args.follow)
     ends = {rank: size_of(path) for rank, path in logs.items()}
-    for rank in [rank for rank in ends if args.follow and ends[rank]]:
+    if args.follow:
         # An incomplete line follows when it is complete.
-        try:
-            ends[rank] = complete_end(logs[rank], ends[rank])
-        except OSError:
-            ends[rank] = 0
+        ends = {rank: complete_end(logs[rank], end) if end else 0 for rank, end in ends.items()}
     if not args.follow and not any(ends.values()):
         Console().note(_without_logs(run))
         return 0
@@ -92,12 +89,7 @@ def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int,
         return {rank: rank_log(run, rank)}
     if not logs:
         return {}
-    ranks = list(logs)
-    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        named = f"{ranks[0]} to {ranks[-1]}"
-    else:
-        named = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-    rule = f"the run has no log of this rank; it has those of {named}"
+    rule = f"the run has no log of this rank; it has those of {named(list(logs))}"
     raise ConfigError("--rank", rank, rule, f"try --rank {min(logs, key=lambda known: abs(known - rank))}")
 
 
@@ -167,7 +159,8 @@ def _without_logs(run: RunFolder) -> str:
     # The output of the tasks of the run's jobs, the latest job first.
     sweep, files = run.path.parent, list[Path]()
     for submission in reversed(submissions(sweep)):
-        for index in [index for index, submitted in enumerate(submission.runs) if submitted == run.path.name]:
+        if run.path.name in submission.runs:
+            index = submission.runs.index(run.path.name)
             found = jobs_folder(sweep).glob(f"{submission.job_id}_{index}_*_log.*")
             files += sorted(found, key=lambda path: (path.suffix != ".err", path.name))
     if printed := [shown_path(path) for path in files if size_of(path)]:
@@ -186,8 +179,7 @@ def _without_logs(run: RunFolder) -> str:
 class LogOutput:
     """Standard output of `titanlab logs`: the bytes of the logs; on a terminal only harmless text.
 
-    Args:
-        width: columns for the rank's number before each line; None: lines have no number.
+    `width`: columns for the rank's number before each line; None: lines have no number.
     """
 
     def __init__(self, *, width: int | None) -> None:
@@ -224,29 +216,22 @@ def diagnose_verb(args: Namespace) -> int:
     result = run.result(attempt) if attempt else run.result()
     values: dict[str, Any] = {"run": run.path.name, "attempt": attempt, "hung": False}
     values["outcome"] = None if result is None else result.kind.value
-    hung = hung_attempt(run, attempt) if attempt and has_hung(run, attempt) else None
     with Console() as console:
-        if hung is not None:
-            diagnosis = hung.diagnosis
-            values |= {
-                "hung": True,
-                "cause": None if result is None else result.cause,
-                "verdict": diagnosis.verdict,
-                "ranks": diagnosis.ranks,
-                "pending": diagnosis.pending,
-                "damaged": hung.damaged,
-                "rows": hung.rows,
-            }
+        if not attempt or not has_hung(run, attempt):
+            console.note(json_text(values) if args.json else _without_hang(run, attempt))
+            return 0
+        hung = hung_attempt(run, attempt)
+        diagnosis = hung.diagnosis
         if args.json:
+            values |= {"hung": True, "cause": None if result is None else result.cause, "verdict": diagnosis.verdict}
+            values |= {"ranks": diagnosis.ranks, "pending": diagnosis.pending, "damaged": hung.damaged}
+            values |= {"rows": hung.rows}
             console.note(json_text(values))
-        elif hung is None:
-            console.note(_without_hang(run, attempt))
-        else:
-            for line in hung.damaged:
-                console.warn(line)
-            console.note(
-                "\n".join([f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}", "", *_rank_table(hung.rows)])
-            )
+            return 0
+        for line in hung.damaged:
+            console.warn(line)
+        title = f"{run.path.name}, attempt {attempt}: {diagnosis.verdict}"
+        console.note("\n".join([title, "", *_rank_table(hung.rows)]))
     return 0
 
 
@@ -288,6 +273,10 @@ def _without_hang(run: RunFolder, attempt: int) -> str:
     return f"{run.path.name}, attempt {attempt}, {text}{more}"
 
 
+def _ago(moment: float) -> str:
+    return f"{duration(max(time.time() - moment, 0.0))} ago"
+
+
 _CHECKPOINT_HEADINGS = ("step", "size", "saved", "state", "")
 
 
@@ -301,16 +290,11 @@ def checkpoints_verb(args: Namespace) -> int:
         elif not rows:
             console.note(f"{shown_path(run.path)} has no checkpoints")
         else:
-            cells = [
-                (
-                    str(row.step),
-                    data_size(row.bytes),
-                    f"{duration(max(time.time() - row.saved, 0.0))} ago",
-                    f"{row.state}, verified" if row.verified else row.state,
-                    (row.problem or "").removeprefix("is damaged: "),
-                )
-                for row in rows
-            ]
+            cells = []
+            for row in rows:
+                state = f"{row.state}, verified" if row.verified else row.state
+                problem = (row.problem or "").removeprefix("is damaged: ")
+                cells.append((str(row.step), data_size(row.bytes), _ago(row.saved), state, problem))
             console.note("\n".join(aligned(_CHECKPOINT_HEADINGS, cells, right=_CHECKPOINT_HEADINGS[:3])))
     return 1 if any(row.problem is not None for row in rows) else 0
 
@@ -334,9 +318,6 @@ def hosts_verb(args: Namespace) -> int:
         elif not known:
             console.note(f"no run under {args.runs} has failed because of its host")
         else:
-            now = time.time()
-            cells = [
-                [bad.host, f"{duration(max(now - bad.time, 0.0))} ago", bad.kind, bad.run, bad.cause] for bad in known
-            ]
+            cells = [[bad.host, _ago(bad.time), bad.kind, bad.run, bad.cause] for bad in known]
             console.note("\n".join(aligned(_HOST_HEADINGS, cells, right=())))
     return 0

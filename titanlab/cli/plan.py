@@ -31,6 +31,14 @@ from titanlab.techniques.schedule import plot
 
 # How many recipes a table shows.
 _TOP = 20
+# The flags of each kind of answer; without the flag of one of them, layouts are ranked.
+_TAKES = {
+    "": ("top", "why", "vary", "json"),
+    "explain": ("plot", "json"),
+    "trace": ("rank", "json"),
+    "calibrate": ("out", "runs"),
+    "measure": ("out",),
+}
 
 
 def plan_verb(args: Namespace) -> int:
@@ -86,15 +94,13 @@ def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
         for group, options in args.vary.items()
     }
     top = (1 if clusters else _TOP) if args.top is None else args.top
-    if not clusters:
-        result = plan(for_planning(recipe), vary=vary, top=top)
-        lines, values = _lines(result, why=args.why), search.plan_values(result)
-        console.note(json_text(values) if args.json else "\n".join(lines))
-        return 0 if result.best else ConfigError.exit_code
-    recipes = {name: _recipe([*args.rest, f"cluster={name}"]) for name in dict.fromkeys(clusters)}
+    recipes = {name: _recipe([*args.rest, f"cluster={name}"]) for name in dict.fromkeys(clusters)} or {"": recipe}
     plans = {name: plan(for_planning(each), vary=vary, top=top) for name, each in recipes.items()}
     if args.json:
-        console.note(json_text({name: search.plan_values(each) for name, each in plans.items()}))
+        values = {name: search.plan_values(each) for name, each in plans.items()}
+        console.note(json_text(values if clusters else values[""]))
+    elif not clusters:
+        console.note("\n".join(_lines(plans[""], why=args.why)))
     else:
         lines = []
         for name, each in plans.items():
@@ -111,38 +117,20 @@ def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
 
 
 def _check(args: Namespace) -> None:
-    args.vary = _varied(args.vary)
     # A flag with the value 0 is given, although 0 equals False.
-    given = [name for name, value in vars(args).items() if value is not None and value is not False and value != {}]
-    if "plot" in given and not args.explain:
-        raise ConfigError("--plot", args.plot, "draws the timeline of one recipe", "add --explain")
-    if args.rank and not args.trace:
-        raise ConfigError("--rank", args.rank, "names ranks that are traced", "add --trace")
-    if args.explain and args.trace:
-        raise ConfigError("--trace", "true", "prints another answer than --explain", "leave one out")
-    about_many = [name for name in ("why", "vary", "top") if name in given]
-    if (args.explain or args.trace) and about_many:
-        rule = f"is about one recipe, and --{about_many[0]} about many"
-        raise ConfigError("--explain" if args.explain else "--trace", "true", rule, "leave one out")
-    # --calibrate and --measure exclude flags of a plan; --out and --runs need one of the two.
-    verb = "--calibrate" if args.calibrate is not None else "--measure" if args.measure else None
-    other = [name for name in ("top", "why", "explain", "trace", "json", "vary", "plot") if name in given]
-    if verb is None:
-        for name in ("out", "runs"):
-            if getattr(args, name) is not None:
-                rule = "belongs to --calibrate" + (" or --measure" if name == "out" else "")
-                raise ConfigError(f"--{name}", getattr(args, name), rule, "leave it out, or add --calibrate SWEEP")
-        return
-    if args.calibrate is not None and args.measure:
-        raise ConfigError("--calibrate", args.calibrate, "takes runs, and --measure a new job", "leave one out")
-    if other:
-        rule = f"makes no plan, and --{other[0]} is about one"
-        raise ConfigError(verb, args.calibrate or "true", rule, "leave it out")
-    if args.calibrate is not None and args.rest:
+    given = {name: value for name, value in vars(args).items() if value not in (None, "") and value is not False}
+    kind, *others = [name for name in _TAKES if name in given] or [""]
+    if others:
+        raise ConfigError(f"--{kind}", given[kind], f"excludes --{others[0]}", "leave one out")
+    for name, value in given.items():
+        if name not in (kind, "rest", *_TAKES[kind]):
+            owners = [f"--{other}" for other, names in _TAKES.items() if other and name in names]
+            rule = f"goes with {' or '.join(owners) or 'a plan of many layouts'}"
+            raise ConfigError(f"--{name}", value, rule, "leave it out" if kind else f"add {owners[0]}")
+    if kind == "calibrate" and args.rest:
         rule = "is not for --calibrate, which takes recipes and cluster from the runs"
         raise ConfigError("arguments", " ".join(args.rest), rule, "leave it out")
-    if args.measure and args.runs is not None:
-        raise ConfigError("--runs", args.runs, "belongs to --calibrate", f"write runs={args.runs}")
+    args.vary = _varied(args.vary)
 
 
 def _recipe(arguments: Sequence[str]) -> Recipe:
@@ -215,9 +203,6 @@ def _trace(recipe: Recipe, ranks: str, console: Console, *, as_json: bool) -> in
 
     Args:
         ranks: numbers with commas between them; empty: the first rank of each pipeline stage.
-
-    Raises:
-        ConfigError: a rank does not exist, or the recipe cannot be traced.
     """
     # Imported here: a plan without a trace does not need it.
     from titanlab.costs import traffic_lines

@@ -6,21 +6,18 @@ Both write a file of the group `cluster` into a folder where `cluster=NAME` find
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import re
 import shlex
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titanlab.cli.compose import compose_one
 from titanlab.cli.sweep import run_study
 from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
-from titanlab.plan import KEY, calibrate, cluster_file, doubts, measured_cluster
-from titanlab.plan import calibration_lines as calibration_lines
-from titanlab.plan import rate_lines as rate_lines
+from titanlab.plan import KEY, calibrate, calibration_lines, cluster_file, doubts, measured_cluster, rate_lines
 from titanlab.recipe import Cluster, conf_folder, frozen_recipe, read_flags
 from titanlab.sweep import SweepFolder, look_at, measured_sweep, open_sweep, with_host
 from titanlab.system import Console, counted, user_path, write_text
@@ -144,26 +141,26 @@ def check_out(path: Path) -> None:
         head = file.read(1000)
     if path.exists() and not any(f"\n# {word} " in head for word in (CALIBRATED, MEASURED)):
         raise ConfigError(OUT, path, "is a file that titanlab has not written", "give another name")
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    if not os.access(path.parent, os.W_OK):
-        raise _unwritable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def write_cluster(path: Path, cluster: Cluster, comment: str) -> list[str]:
     """Write the file, with a comment that begins with CALIBRATED or MEASURED. Returns how to use it."""
-    try:
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, cluster_file(cluster, comment))
-    except OSError as error:
-        raise _unwritable(path, error) from error
     return [
         f"cluster file: {path}",
         f"use it: titanlab plan --config-dir {shlex.quote(str(path.parent.parent))} cluster={path.stem} …",
     ]
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(OUT, path, f"cannot be written: {error.strerror}", "choose another folder, or make room")
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        cure = "choose another folder, or make room"
+        raise ConfigError(OUT, path, f"cannot be written: {error.strerror}", cure) from error

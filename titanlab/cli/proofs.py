@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -55,9 +56,8 @@ class ProofCandidates:
     """Recipes, and where their results are kept.
 
     Attributes:
-        title: the sweep or the recipe.
-        broken: runs that break a rule in their real size, each with the rule.
-        left_out: points that the sweep leaves out on purpose, each with the reason.
+        broken, left_out: runs that break a rule in their real size, and points that the sweep leaves out on purpose;
+            each with the reason.
         folder: of the sweep; None: the recipes do not belong to a sweep.
     """
 
@@ -83,16 +83,15 @@ class ProofCandidates:
 
 def choose(arguments: Sequence[str], runs: str) -> ProofCandidates:
     """The recipes of overrides, of a recipe's or a sweep's name, or of a sweep that was submitted."""
-    first = arguments[0] if arguments else ""
-    if not arguments or not is_name(first):
+    first, *rest = arguments
+    if not is_name(first):
         return _of_command_line(arguments)
-    if len(arguments) > 1:
-        unknown = ConfigError("recipe", first, "is neither a recipe nor a sweep of conf", "try +recipe=quickstart")
-        return _of_command_line([override_of(first, unknown), *arguments[1:]])
     try:
+        if rest:
+            raise ConfigError("recipe", first, "is neither a recipe nor a sweep of conf", "try +recipe=quickstart")
         sweep = open_sweep(first, runs)
     except ConfigError as error:
-        return _of_command_line([override_of(first, error)])
+        return _of_command_line([override_of(first, error), *rest])
     chosen = ProofCandidates(title=f"{sweep.name} ({sweep.path})", candidates=[], folder=sweep.path)
     for run in sweep.runs():
         try:
@@ -104,7 +103,7 @@ def choose(arguments: Sequence[str], runs: str) -> ProofCandidates:
         else:
             chosen.candidates.append(Candidate(run=run.path.name, recipe=recipe))
     if sweep.manifest():
-        chosen.candidates[:] = _without_repeats(chosen.candidates)
+        chosen.candidates = _without_repeats(chosen.candidates)
     for row in sweep.points():
         if isinstance(dropped := row.get("dropped"), dict):
             label = ", ".join(f"{key}={value}" for key, value in row["point"].items())
@@ -119,16 +118,11 @@ def is_name(argument: str) -> bool:
     return "=" not in argument and not argument.startswith(("-", "+", "~")) and " " not in argument.strip()
 
 
-def is_recipe(name: str) -> bool:
-    return (conf_folder() / "recipe" / f"{name}.yaml").is_file()
-
-
 def override_of(name: str, error: ConfigError) -> str:
     """The override for the name of a recipe or a sweep of `conf`; raises the error if there is none."""
-    if is_recipe(name):
-        return f"+recipe={name}"
-    if (conf_folder() / "sweeps" / f"{name}.yaml").is_file():
-        return f"+sweeps={name}"
+    for group in ("recipe", "sweeps"):
+        if (conf_folder() / group / f"{name}.yaml").is_file():
+            return f"+{group}={name}"
     raise error
 
 
@@ -154,16 +148,14 @@ def _of_command_line(arguments: Sequence[str]) -> ProofCandidates:
     if flags.answer or not flags.overrides:
         raise ConfigError("arguments", " ".join(arguments), "name no recipe", "try +recipe=quickstart, or +sweeps=NAME")
     study = plan_study(arguments, elsewhere=True)
-    candidates, root = [], Path()
-    for planned in study.planned:
-        run = f"{planned.recipe.name}-{planned.identity.hash8}"
-        candidates.append(Candidate(run=run, recipe=planned.recipe))
-        root = user_path(planned.recipe.runs)
-    folder = root / study.name
+    recipes = [(f"{planned.recipe.name}-{planned.identity.hash8}", planned.recipe) for planned in study.planned]
+    folder = Path(*(user_path(recipe.runs) for _, recipe in recipes[:1]), study.name)
     is_kept = study.origin != COMMAND_LINE or SweepFolder(folder).manifest()
-    named = study.planned[0].recipe.name if study.name == SINGLE else f"{study.name} ({study.origin})"
-    candidates = _without_repeats(candidates)
-    chosen = ProofCandidates(title=named, candidates=candidates, folder=folder if is_kept else None)
+    chosen = ProofCandidates(
+        title=recipes[0][1].name if study.name == SINGLE else f"{study.name} ({study.origin})",
+        candidates=_without_repeats([Candidate(run=run, recipe=recipe) for run, recipe in recipes]),
+        folder=folder if is_kept else None,
+    )
     for drop in study.dropped:
         chosen.drop(drop.stage, drop.point.label, drop.reason)
     return chosen
@@ -174,33 +166,29 @@ def _without_repeats(candidates: Sequence[Candidate]) -> list[Candidate]:
     kept: dict[Recipe, Candidate] = {}
     for each in sorted(candidates, key=lambda each: each.recipe.repeat):
         kept.setdefault(replace(each.recipe, name="", repeat=0), each)
-    chosen = set(map(id, kept.values()))
-    return [each for each in candidates if id(each) in chosen]
+    return [each for each in candidates if any(each is one for one in kept.values())]
 
 
 def heading(chosen: ProofCandidates, what: str, proofs: Sequence[Reduced], steps: int) -> str:
     """What is begun: the recipes, their reduced sizes, and the points that the sweep leaves out."""
-    sizes: dict[str, None] = {}
-    notes: dict[str, None] = {}
-    unfit: list[str] = []
+    sizes, notes, unfit = list[str](), list[str](), list[str]()
     for proof in proofs:
-        recipe = proof.recipe
-        if recipe is None:
+        if (recipe := proof.recipe) is None:
             continue
         account, training = recipe.model.account(), recipe.training
-        size = (
+        sizes.append(
             f"reduced to {account.layers} layers of {account.dim}, {account.heads} heads and {account.kv_heads} "
             f"key/value heads, vocabulary {account.vocab_size}, {training.global_batch} sequences of "
             f"{training.seq_len} tokens, {counted(steps, 'step')}"
         )
-        sizes[size] = None
-        notes.update(dict.fromkeys(f"on this CPU: {note}" for note in proof.notes))
+        notes += [f"on this CPU: {note}" for note in proof.notes]
         if proof.missing:
             axes = ", ".join(proof.missing)
             unfit.append(f"{proof.run}: {axes} did not fit into {proof.layout}; another layout has what is missing")
-    shown = list(sizes)
+    shown = list(dict.fromkeys(sizes))
     shown = shown if len(shown) <= 4 else [*shown[:3], f"and {len(shown) - 3} more sizes"]
-    lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}{what}", *shown, *notes, *unfit]
+    lines = [f"{chosen.title}: {counted(len(chosen.candidates), 'recipe')}{what}"]
+    lines += [*shown, *dict.fromkeys(notes), *unfit]
     if chosen.left_out:
         reasons = list(dict.fromkeys(reason for _, reason in chosen.left_out))
         more = f", and {len(reasons) - 1} more reasons" if len(reasons) > 1 else ""
@@ -241,10 +229,9 @@ def parity_verb(args: Namespace) -> int:
         cure = "try +sweeps=quickstart_layouts, a sweep's name, or two recipes or runs"
         raise ConfigError("arguments", "", "do not say what to prove", cure)
     # Two runs or two recipes; otherwise the arguments are one command line.
-    whole = [is_name(argument) or argument.lstrip().startswith("+recipe=") for argument in rest]
-    is_pair = len(rest) == 2 and all(whole)
+    is_pair = len(rest) == 2 and all(is_name(word) or word.lstrip().startswith("+recipe=") for word in rest)
     with Console() as console:
-        if is_pair and (runs := _runs(rest[0], rest[1], args.runs)) is not None:
+        if is_pair and (runs := _runs(rest, args.runs)) is not None:
             for flag in ("steps", "processes", "only", "inductor"):
                 if value := getattr(args, flag):
                     rule = "applies to recipes, which are trained; finished runs are compared as they were logged"
@@ -263,21 +250,21 @@ def parity_verb(args: Namespace) -> int:
         return _prove(chosen, args, console)
 
 
-def _runs(first: str, second: str, runs: str) -> tuple[RunFolder, RunFolder] | None:
+def _runs(names: Sequence[str], runs: str) -> tuple[RunFolder, RunFolder] | None:
     """The two runs of these names; None if neither is a run."""
-    found: list[RunFolder | None] = []
-    for text in (first, second):
-        try:
-            found.append(find_run(text, runs) if is_name(text) else None)
-        except NoSuchRun:
-            found.append(None)
-    if found[0] is not None and found[1] is not None:
-        return found[0], found[1]
-    known, other = (first, second) if found[0] is not None else (second, first)
-    # A run may have the name of the recipe from which it was started.
-    if found == [None, None] or is_recipe(known):
-        return None
-    raise ConfigError("run", other, f"is not a finished run, and {known} is one", "compare two runs, or two recipes")
+    found = dict[str, RunFolder]()
+    for name in filter(is_name, names):
+        with contextlib.suppress(NoSuchRun):
+            found[name] = find_run(name, runs)
+    others = [name for name in names if name not in found]
+    if not others:
+        return found[names[0]], found[names[1]]
+    for known in found:
+        # A run may have the name of the recipe from which it was started.
+        if not (conf_folder() / "recipe" / f"{known}.yaml").is_file():
+            rule, cure = f"is not a finished run, and {known} is one", "compare two runs, or two recipes"
+            raise ConfigError("run", others[0], rule, cure)
+    return None
 
 
 def _compare(first: RunFolder, second: RunFolder, args: Namespace, console: Console) -> int:
@@ -312,19 +299,17 @@ def _prove(chosen: ProofCandidates, args: Namespace, console: Console) -> int:
     rows: list[ProofRow] = []
     trainer, code = Trainer(), 0
     steps, most = args.steps or PARITY_STEPS, args.processes or MOST_PROCESSES
+    say = _silent if args.json else console.note
     try:
         proofs = plan_proofs(chosen.candidates, steps=steps, runs=str(folder), most=most, inductor=args.inductor)
-        if not args.json:
-            console.note(heading(chosen, f", each compared with {REFERENCE}", proofs, steps))
+        say(heading(chosen, f", each compared with {REFERENCE}", proofs, steps))
         prepare()
         prover = Prover(trainer)
         for number, proof in enumerate(proofs, 1):
             for row in prover.rows(proof):
                 rows.append(row)
-                word = "PASS" if row.passed else "FAIL"
-                named = "  ".join(part for part in (word, row.run, row.layout, row.precision) if part)
-                if not args.json:
-                    console.note(f"[{number}/{len(proofs)}] {named if row.passed else f'{named}: {row.reason}'}")
+                named = _joined("PASS" if row.passed else "FAIL", row.run, row.layout, row.precision)
+                say(f"[{number}/{len(proofs)}] {named if row.passed else f'{named}: {row.reason}'}")
         rows += [ProofRow(run=name, layout="", precision="", passed=False, reason=why) for name, why in chosen.broken]
     except KeyboardInterrupt:
         console.error(f"interrupted; {counted(len(rows), 'row')} of {counted(len(chosen.candidates), 'recipe')} done")
@@ -332,8 +317,7 @@ def _prove(chosen: ProofCandidates, args: Namespace, console: Console) -> int:
     finally:
         if not trainer.failed:
             shutil.rmtree(folder, ignore_errors=True)
-    values = [asdict(row) for row in rows]
-    kept = None
+    values, kept = [asdict(row) for row in rows], None
     if chosen.folder is not None and rows:
         try:
             kept = shown_path(write_parity(chosen.folder, rows, reference=REFERENCE))
@@ -350,14 +334,9 @@ def _prove(chosen: ProofCandidates, args: Namespace, console: Console) -> int:
 
 
 class Trainer:
-    """Trains reduced recipes in forked ranks, and reads their traces.
+    """Trains reduced recipes in forked ranks, and reads their traces. The folder of a run that failed stays."""
 
-    Attributes:
-        failed: whether a run has failed; its folder stays.
-    """
-
-    def __init__(self) -> None:
-        self.failed = False
+    failed = False
 
     def __call__(self, recipe: Recipe) -> Sequence[TrainingTrace]:
         # Imported here: it imports torch.
@@ -374,10 +353,18 @@ class Trainer:
         return traces
 
 
+def _silent(text: str) -> None:
+    """Stands in for notes, where standard output has only JSON."""
+
+
+def _joined(*parts: str) -> str:
+    return "  ".join(filter(None, parts))
+
+
 def _verdict(rows: Sequence[ProofRow], console: Console) -> int:
     failed = [row for row in rows if not row.passed]
     for row in failed:
-        console.note("  ".join(part for part in ("FAIL", row.run, row.precision) if part) + f": {row.reason}")
+        console.note(f"{_joined('FAIL', row.run, row.precision)}: {row.reason}")
     runs = counted(len({row.run for row in rows}), "recipe")
     console.note(f"{len({row.run for row in failed})} of {runs} failed" if failed else f"PASS: {runs}")
     return 1 if failed else 0
@@ -394,30 +381,22 @@ def rehearse_verb(args: Namespace) -> int:
         chosen = choose(args.rest, args.runs)
         if args.only:
             chosen.only(args.only)
-        folder = Path(tempfile.mkdtemp(prefix="titanlab-rehearse-")) if args.keep is None else _made(args.keep)
-        infeasible = OutcomeKind.INFEASIBLE.value
-        results = [
-            Result(run=name, layout="", state=FAILED, outcome=infeasible, cause=reason)
-            for name, reason in chosen.broken
-        ]
+        folder = Path(tempfile.mkdtemp(prefix="titanlab-rehearse-")) if args.keep is None else args.keep.absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            rule = f"cannot be made ({error.strerror})"
+            raise ConfigError("--keep", args.keep, rule, "give a folder of yours") from error
+        if any(folder.iterdir()):
+            # Runs of an earlier rehearsal would resume.
+            raise ConfigError("--keep", args.keep, "has files already", "give an empty folder, or a new one")
+        bad = OutcomeKind.INFEASIBLE.value
+        results = [Result(run=name, layout="", state=FAILED, outcome=bad, cause=why) for name, why in chosen.broken]
         try:
             return _rehearse(folder, chosen, results, args, console)
         finally:
             if args.keep is None and not any(result.log for result in results):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _made(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(folder.iterdir())
-    except OSError as error:
-        rule = f"cannot be made ({error.strerror or type(error).__name__})"
-        raise ConfigError("--keep", folder, rule, "give a folder of yours") from error
-    if not is_empty:
-        # Runs of an earlier rehearsal would resume.
-        raise ConfigError("--keep", folder, "has files already", "give an empty folder, or a new one")
-    return folder.absolute()
 
 
 def _rehearse(folder: Path, chosen: ProofCandidates, results: list[Result], args: Namespace, console: Console) -> int:
@@ -426,17 +405,17 @@ def _rehearse(folder: Path, chosen: ProofCandidates, results: list[Result], args
         chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor, saves=True
     )
     total, code = len(results) + len(rehearsals), 0
+    say = _silent if args.json else console.note
 
     def show(number: int, result: Result) -> None:
-        named = "  ".join(part for part in (result.state, result.run, result.layout) if part)
+        named = _joined(result.state, result.run, result.layout)
         if result.same_as is not None:
             named += f"  the same as {result.same_as}"
         elif result.processes:
             named += f"  {counted(result.processes, 'process', 'processes')}  {result.seconds:.1f} s"
         if result.state == FAILED:
             named += f"  {result.outcome}: {result.cause}"
-        if not args.json:
-            console.note(f"[{number}/{total}] {named}")
+        say(f"[{number}/{total}] {named}")
 
     def train(recipe: Any) -> Any:
         ended = train_in_ranks(recipe)
@@ -444,8 +423,7 @@ def _rehearse(folder: Path, chosen: ProofCandidates, results: list[Result], args
             shutil.rmtree(ended.run.path, ignore_errors=True)
         return ended
 
-    if not args.json:
-        console.note(heading(chosen, "", rehearsals, args.steps))
+    say(heading(chosen, "", rehearsals, args.steps))
     for number, result in enumerate(results, 1):
         show(number, result)
     try:

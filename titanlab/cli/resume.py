@@ -29,33 +29,13 @@ _PLACES = ("data.files", "data.folder", "data.path", "data.data_files", "data.to
 CHANGEABLE = (
     *_PLACES,
     *LAYOUT,
-    "notes",
-    "model.fused",
-    "cluster.",
-    "launch.",
-    "tracker.",
-    "checkpoint.kind",
-    "checkpoint.every",
-    "checkpoint.minutes",
-    "checkpoint.keep",
-    "checkpoint.keep_every",
-    "checkpoint.at_end",
-    "checkpoint.last",
-    "checkpoint.last_dtype",
-    "training.log_every",
-    "training.validate_every",
-    "training.validation_sequences",
-    "training.unmeasured_steps",
-    "training.gc_every",
-    "training.step_timeout_seconds",
-    "training.first_step_timeout_seconds",
-    "training.on_nan",
-    "training.nan_limit",
-    "training.check_every",
-    "training.compare_ranks_every",
+    *("notes", "model.fused", "cluster.", "launch.", "tracker."),
+    *("checkpoint.kind", "checkpoint.every", "checkpoint.minutes", "checkpoint.keep", "checkpoint.keep_every"),
+    *("checkpoint.at_end", "checkpoint.last", "checkpoint.last_dtype"),
+    *("training.log_every", "training.validate_every", "training.validation_sequences", "training.unmeasured_steps"),
+    *("training.gc_every", "training.step_timeout_seconds", "training.first_step_timeout_seconds"),
+    *("training.on_nan", "training.nan_limit", "training.check_every", "training.compare_ranks_every"),
 )
-
-
 # Keys that --from sets; the user must not.
 _FIXED = ("checkpoint.load_from", "init_from", "init_from_exclude", "runs")
 
@@ -145,29 +125,20 @@ def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) ->
     had = before.optimizer.lr * rate_factor(before.optimizer.schedule, step=step, steps=steps_before)
     gets = recipe.optimizer.lr * rate_factor(recipe.optimizer.schedule, step=min(step + 1, steps), steps=steps)
     rates = f"step {step} had {had:.3g}, step {step + 1} gets {gets:.3g}"
-    lines = [
-        f"new run from step {step} of {parent.sweep}/{parent.path.name}",
-        f"learning rate: the schedule spans steps 1 to {steps} (before: 1 to {steps_before}); {rates}",
-        line,
-    ]
-    return replace(recipe, runs=str(parent.path.parent.parent)), lines
+    begin = f"new run from step {step} of {parent.sweep}/{parent.path.name}"
+    spans = f"learning rate: the schedule spans steps 1 to {steps} (before: 1 to {steps_before}); {rates}"
+    return replace(recipe, runs=str(parent.path.parent.parent)), [begin, spans, line]
 
 
 def _submitted(recipe: Recipe, console: Console) -> int:
     recipe = checked(recipe)
     check_beginning(recipe)
     source.prepare(recipe.data, report=console.note)
-    identity = identify(
-        recipe, data=source.fingerprint(recipe.data), hardware=str(recipe.cluster.device), repeat=recipe.repeat
-    )
-    run = create_run(
-        recipe.runs,
-        sweep=recipe.sweep,
-        name=recipe.name,
-        identity=identity,
-        config=to_mapping(recipe),
-        parent=parent_of(recipe.checkpoint.load_from),
-    )
+    data, hardware = source.fingerprint(recipe.data), str(recipe.cluster.device)
+    identity = identify(recipe, data=data, hardware=hardware, repeat=recipe.repeat)
+    parent, config = parent_of(recipe.checkpoint.load_from), to_mapping(recipe)
+    names = {"sweep": recipe.sweep, "name": recipe.name}
+    run = create_run(recipe.runs, **names, identity=identity, config=config, parent=parent)
     if resubmit(run, recipe, console.note) is not None:
         console.note(f"next: titanlab status {sweep_argument(run.path.parent)} --watch")
     return 0

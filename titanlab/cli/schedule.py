@@ -10,8 +10,7 @@ import re
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titanlab.errors import ConfigError
@@ -25,7 +24,7 @@ from titanlab.techniques.schedule.plot import draw, rows
 ALL = "all"
 # Most stages times microbatches; a larger timeline takes minutes.
 LIMIT = 500_000
-# The largest ratio of the longest to the shortest duration.
+# The largest ratio of the longest to the shortest duration: a column is a fraction of the shortest.
 PROPORTION = 1000
 TIMES = ("forward", "backward", "input", "weight", "transfer")
 # Texts in errors about a recipe, and their replacements in errors of this command.
@@ -38,34 +37,19 @@ FLAGS = {
 _MOST_LISTED = 8  # ranks whose peaks are all listed
 
 
-@dataclass(frozen=True, kw_only=True)
 class Made:
-    """A schedule for some ranks and microbatches."""
+    """A schedule for some ranks and microbatches, and what is printed of it."""
 
-    kind: str
-    timeline: Timeline
-    microbatches: int
-
-    @property
-    def stages_per_rank(self) -> str:
-        return f"{len(self.timeline.placement) / len(self.timeline.events):.4g}"
-
-    @property
-    def title(self) -> str:
-        microbatches = counted(self.microbatches, "microbatch", "microbatches")
-        stages = f"{self.stages_per_rank} {'stage' if self.stages_per_rank == '1' else 'stages'} a rank"
-        return f"{self.kind}: {counted(len(self.timeline.events), 'rank')}, {microbatches}, {stages}"
-
-    @property
-    def bubble(self) -> str:
-        return f"{100 * self.timeline.bubble_share:.1f} %"
-
-    @property
-    def peaks(self) -> str:
-        """Most microbatches in flight, by rank."""
-        peaks = [f"{peak:.4g}" for peak in self.timeline.peak_in_flight]
-        shown = peaks if len(peaks) <= _MOST_LISTED else [*peaks[: _MOST_LISTED - 2], "…", peaks[-1]]
-        return " ".join(shown)
+    def __init__(self, kind: str, timeline: Timeline, microbatches: int) -> None:
+        self.kind, self.timeline = kind, timeline
+        ranks = len(timeline.events)
+        self.stages = f"{len(timeline.placement) / ranks:.4g}"
+        self.bubble = f"{100 * timeline.bubble_share:.1f} %"
+        of, stages = counted(microbatches, "microbatch", "microbatches"), "stage" if self.stages == "1" else "stages"
+        self.title = f"{kind}: {counted(ranks, 'rank')}, {of}, {self.stages} {stages} a rank"
+        peaks = [f"{peak:.4g}" for peak in timeline.peak_in_flight]
+        shown = peaks if ranks <= _MOST_LISTED else [*peaks[: _MOST_LISTED - 2], "…", peaks[-1]]
+        self.peaks = " ".join(shown)
 
 
 def schedule_verb(args: Namespace) -> int:
@@ -77,17 +61,23 @@ def schedule_verb(args: Namespace) -> int:
         Kind.WEIGHT: args.weight or backward / 2,
     }
     _check_arguments(args, durations)
-    try:
-        made, refused = _made(args, durations)
-    except ConfigError as error:
-        # The flags of this command in place of a recipe's keys, which set microbatches by batch sizes.
-        cure = re.sub(r"training\.\w+ times \d+", "other --microbatches", error.cure)
-        for name, flag in FLAGS.items():
-            cure = cure.replace(name, flag)
-        raise ConfigError(FLAGS.get(error.key, error.key), error.value, error.rule, cure) from error
+    made, refused = list[Made](), dict[str, ConfigError]()
+    # A schedule that is read from a file is not compared: the file is for one pipeline.
+    known = [str(kind) for kind in discover()["schedule"] if kind is not None and "file" not in _fields(kind)]
+    for kind in known if args.kind == ALL else [args.kind]:
+        try:
+            made.append(_make(kind, args, durations))
+        except ConfigError as error:
+            if args.kind == ALL:
+                refused[kind] = error
+                continue
+            # The flags of this command in place of a recipe's keys, which set microbatches by batch sizes.
+            cure = re.sub(r"training\.\w+ times \d+", "other --microbatches", error.cure)
+            for name, flag in FLAGS.items():
+                cure = cure.replace(name, flag)
+            raise ConfigError(FLAGS.get(error.key, error.key), error.value, error.rule, cure) from error
+    made.sort(key=lambda schedule: (schedule.timeline.duration, schedule.kind))
     if args.csv is not None:
-        if not args.csv.absolute().parent.is_dir():
-            raise ConfigError("--csv", args.csv, "there is no such folder", "make it, or name another")
         try:
             write_actions(args.csv, [[event.action for event in events] for events in made[0].timeline.events])
         except OSError as error:
@@ -117,11 +107,9 @@ def _check_arguments(args: Namespace, durations: Mapping[Kind, float]) -> None:
         raise ConfigError("--microbatches", args.microbatches or 8, rule, "try fewer: the pattern repeats itself")
     typed = {name: getattr(args, name) for name in TIMES if getattr(args, name) is not None}
     for name, value in typed.items():
-        may_be_zero = name == "transfer"
-        if not (0 < value < math.inf or (may_be_zero and value == 0)):
-            rule = "must be finite and " + ("not negative" if may_be_zero else "positive")
-            raise ConfigError(f"--{name}", value, rule, "try 1")
-    # A column is a fraction of the shortest duration, so unequal durations need too many columns.
+        sign = "not negative" if name == "transfer" else "positive"
+        if not (0 < value < math.inf or (value == 0 and name == "transfer")):
+            raise ConfigError(f"--{name}", value, f"must be finite and {sign}", "try 1")
     if max(*durations.values(), args.transfer or 0.0) > PROPORTION * min(durations.values()):
         # Name the typed duration that is furthest from 1.
         name = max(typed, key=lambda flag: abs(math.log(typed[flag] or 1.0)))
@@ -135,20 +123,6 @@ def _check_arguments(args: Namespace, durations: Mapping[Kind, float]) -> None:
 
 def _fields(kind: str) -> set[str]:
     return {field.name for field in dataclasses.fields(discover()["schedule"][kind].schema)}
-
-
-def _made(args: Namespace, durations: Mapping[Kind, float]) -> tuple[list[Made], dict[str, ConfigError]]:
-    """The schedule that the user named, or all schedules; and the errors of schedules that cannot be made."""
-    if args.kind != ALL:
-        return [_make(args.kind, args, durations)], {}
-    made, refused = [], {}
-    # A schedule that is read from a file is not compared: the file is for one pipeline.
-    for kind in [kind for kind in discover()["schedule"] if kind is not None and "file" not in _fields(kind)]:
-        try:
-            made.append(_make(kind, args, durations))
-        except ConfigError as error:
-            refused[kind] = error
-    return sorted(made, key=lambda schedule: (schedule.timeline.duration, schedule.kind)), refused
 
 
 def _make(kind: str, args: Namespace, durations: Mapping[Kind, float]) -> Made:
@@ -177,11 +151,11 @@ def _make(kind: str, args: Namespace, durations: Mapping[Kind, float]) -> Made:
     config.check_pipeline(ranks=ranks, microbatches=microbatches)
     transfer = args.transfer or 0.0
     timeline = timeline_of(config, ranks=ranks, microbatches=microbatches, durations=durations, transfer=transfer)
-    return Made(kind=kind, timeline=timeline, microbatches=microbatches)
+    return Made(kind, timeline, microbatches)
 
 
 def _lines(
-    made: list[Made], refused: Mapping[str, ConfigError], durations: Mapping[Kind, float], args: Namespace
+    made: Sequence[Made], refused: Mapping[str, ConfigError], durations: Mapping[Kind, float], args: Namespace
 ) -> list[str]:
     """The picture of the schedule that the user named, or the table of all."""
     coloured = is_capable(sys.stdout, os.environ) and not os.environ.get("NO_COLOR")
@@ -190,7 +164,7 @@ def _lines(
     times = f"a rank's layers take {times}" + (f", transfer {args.transfer:.4g}" if args.transfer else "")
     if args.kind == ALL:
         headings = ("schedule", "stages a rank", "step", "bubble", "peak in flight, by rank")
-        cells = [(one.kind, one.stages_per_rank, f"{one.timeline.duration:.4g}", one.bubble, one.peaks) for one in made]
+        cells = [(one.kind, one.stages, f"{one.timeline.duration:.4g}", one.bubble, one.peaks) for one in made]
         head, *lines = aligned(headings, cells, right=headings[1:4])
         size = f"{counted(args.ranks or 4, 'rank')}, {counted(args.microbatches or 8, 'microbatch', 'microbatches')}"
         left_out = [harmless(f"{kind}: {error.rule}") for kind, error in refused.items()]

@@ -105,15 +105,13 @@ def run_study(
 
 def _report(study: Study, submitted: Submitted, console: Console, *, as_json: bool) -> None:
     if as_json:
-        made = [
-            {"job": new.job_id, "shape": new.shape.to_mapping(), "runs": list(new.runs)}
-            for new in submitted.submissions
-        ]
-        console.note(json_text({**plan_values(study, submitted.decisions), "jobs": made}))
+        new = submitted.submissions
+        jobs = [{"job": each.job_id, "shape": each.shape.to_mapping(), "runs": list(each.runs)} for each in new]
+        console.note(json_text({**plan_values(study, submitted.decisions), "jobs": jobs}))
         return
     lines = plan_lines(study, submitted.decisions)
     count = sum(len(new.runs) for new in submitted.submissions)
-    jobs = ", ".join(str(new.job_id) for new in submitted.submissions)
-    lines.append(f"submitted {count}: {jobs}" if count else "submitted 0: nothing is missing")
+    names = ", ".join(str(new.job_id) for new in submitted.submissions)
+    lines.append(f"submitted {count}: {names}" if count else "submitted 0: nothing is missing")
     lines.append(f"next: titanlab status {sweep_argument(folder_of(study).path)} --watch")
     console.note("\n".join(lines))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
@@ -23,27 +23,17 @@ _WRITING_SECONDS = 20.0
 
 def sync_verb(args: Namespace) -> int:
     """Rebuild, upload, and print what was done. Returns 0 if nothing remains to upload."""
-    runs: dict[RunFolder, None] = {}
-    rebuilt: dict[RunFolder, None] = {}  # named runs, and runs of sweeps that lack something
+    runs: dict[RunFolder, bool] = {}  # whether a run is rebuilt: named runs are, and runs of sweeps that lack something
     for text in args.runs_and_sweeps:
         found = find_run_or_sweep(text, args.runs)
-        of_text = [found] if isinstance(found, RunFolder) else found.runs()
-        runs.update(dict.fromkeys(of_text))
-        if args.rebuild:
-            rebuilt.update(dict.fromkeys(run for run in of_text if run is found or _is_lacking(run)))
+        for run in [found] if isinstance(found, RunFolder) else found.runs():
+            runs[run] = runs.get(run, False) or (args.rebuild and (run is found or _is_lacking(run)))
     with Console() as console:
-        for run in [run for run in runs if run not in rebuilt and is_due(run)]:
-            try:
-                # A run that has just ended may be writing them itself.
-                with run.claim(patience_seconds=_WRITING_SECONDS):
-                    is_lacking = is_due(run)
-                if is_lacking:
-                    _rebuild(run, console)
-            except TitanlabError as error:
-                # The run may be in progress again; upload the other runs.
-                console.warn(f"{run.path.name} is not uploaded: {error}")
-        for run in rebuilt:
-            _rebuild(run, console)
+        for run, is_rebuilt in runs.items():
+            if is_rebuilt:
+                _rebuild(run, console)
+            elif is_due(run):
+                _tried(run, console, is_due)
         if args.tracker is not None:
             config = Wandb() if args.tracker == Wandb.kind else TensorBoard()
             config.check_installed()
@@ -59,11 +49,9 @@ def sync_verb(args: Namespace) -> int:
             console.note("there is nothing to upload")
             without = sum(not has_tracker(run, Wandb.kind) for run in runs)
             if args.tracker is None and without:
-                names = " ".join(args.runs_and_sweeps)
-                console.note(
-                    f"{counted(without, 'run')} without files of wandb; write them from metrics.jsonl: "
-                    f"titanlab sync --tracker wandb {names}"
-                )
+                command = f"titanlab sync --tracker wandb {' '.join(args.runs_and_sweeps)}"
+                what = f"{counted(without, 'run')} without files of wandb"
+                console.note(f"{what}; write them from metrics.jsonl: {command}")
             return 0
         lack = wandb.lack()
         if lack is not None and (args.rebuild or args.tracker is not None):
@@ -72,20 +60,30 @@ def sync_verb(args: Namespace) -> int:
             return 0
         if lack is not None:
             raise lack
-        merged = [run for run in runs if not has_repeated_steps(run) or _merge(run, console)]
+        merged = []
+        for run in runs:
+            is_repeated = has_repeated_steps(run)
+            if is_repeated:
+                what = "several attempts logged the same steps; their files are merged into one"
+                console.note(f"{run.path.name}: {what}")
+            # wandb would keep the older rows.
+            if not is_repeated or _tried(run, console, lambda _: True):
+                merged.append(run)
         waiting = [files for run in merged if (files := waiting_files(run))]
         console.note(f"uploading {counted(sum(map(len, waiting)), 'file')} of wandb's")
         wandb.upload(waiting)
     return 0 if len(merged) == len(runs) else 1
 
 
-def _merge(run: RunFolder, console: Console) -> bool:
-    """Merge files that have the same steps into one, because wandb would keep the older rows; False: this failed."""
-    console.note(f"{run.path.name}: several attempts logged the same steps; their files are merged into one")
+def _tried(run: RunFolder, console: Console, is_needed: Callable[[RunFolder], bool]) -> bool:
+    """Rebuild a run unless it is in progress again or cannot be written: the other runs are uploaded then."""
     try:
-        _rebuild(run, console)
+        # A run that has just ended may be writing its files itself.
+        with run.claim(patience_seconds=_WRITING_SECONDS):
+            is_lacking = is_needed(run)
+        if is_lacking:
+            _rebuild(run, console)
     except TitanlabError as error:
-        # The run is in progress, or cannot be written; upload the other runs.
         console.warn(f"{run.path.name} is not uploaded: {error}")
         return False
     return True
@@ -110,16 +108,13 @@ def workspace_verb(args: Namespace) -> int:
         rows = look_at(sweep, console.warn)()
         tracker = _wandb_config(sweep, console)
         if not tracker and not any(has_tracker(run, Wandb.kind) for run in sweep.runs()):
-            console.warn(
-                f"wandb has no run of {sweep.name}; titanlab sync --tracker wandb {sweep.name} writes its files from "
-                "metrics.jsonl"
-            )
+            command = f"titanlab sync --tracker wandb {sweep.name}"
+            console.warn(f"wandb has no run of {sweep.name}; {command} writes its files from metrics.jsonl")
         view = wandb_workspace.view_of(sweep.name, rows, tracker=tracker, project=args.project, entity=args.entity)
         if args.json or not has_key(os.environ):
             if not args.json:
-                console.warn(
-                    "no API key of wandb was found, so nothing is saved; WANDB_API_KEY or `wandb login` has one"
-                )
+                have = "WANDB_API_KEY or `wandb login` has one"
+                console.warn(f"no API key of wandb was found, so nothing is saved; {have}")
             sys.stdout.write(wandb_workspace.json_text(view) + "\n")
             return 0
         if (lack := wandb.lack()) is not None:

@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 from titanlab import __version__
 from titanlab.cli.arguments import FROM, VERBS
@@ -137,11 +136,7 @@ def call(words: Sequence[str]) -> int:
     verb_main = main_of(verb)
     if verb not in _CLEANS_UP or threading.current_thread() is not threading.main_thread():
         return verb_main(args)
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return verb_main(args)
     finally:

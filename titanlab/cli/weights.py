@@ -92,6 +92,13 @@ def option_name(name: str | None, source: str) -> str:
 
 _FORMATS = ("hf", "titanlab", "dcp")
 _SHARD_SIZE = "5GB"
+# Flags that not all formats know: the default, and those that do.
+_OF_FORMATS = {
+    "names": ("titanlab", ("dcp",)),
+    "shard_size": (None, ("hf", "titanlab")),
+    "force": (False, ("hf", "titanlab")),
+    "name": (None, ("titanlab",)),
+}
 # Prefixes of parameters' names.
 _PREFIXES = {"titanlab": "model.", "torchtitan": ""}
 
@@ -101,17 +108,10 @@ def export_verb(args: Namespace) -> int:
         value = getattr(args, key)
         if value is not None and value not in known:
             raise ConfigError(f"--{key}", value, "cannot be written", f"choose one of {', '.join(known)}")
-    # Flags that only one format knows.
-    kinds = {
-        "--names": (args.names if args.names != "titanlab" else None, ("dcp",)),
-        "--shard-size": (args.shard_size, ("hf", "titanlab")),
-        "--force": (args.force or None, ("hf", "titanlab")),
-        "--name": (args.name, ("titanlab",)),
-    }
-    for key, (value, formats) in kinds.items():
-        if value is not None and args.format not in formats:
+    for name, (default, formats) in _OF_FORMATS.items():
+        if (value := getattr(args, name)) != default and args.format not in formats:
             rule = f"applies to --format {' or '.join(formats)}, and the format is {args.format}"
-            raise ConfigError(key, value, rule, "leave it out")
+            raise ConfigError(f"--{name.replace('_', '-')}", value, rule, "leave it out")
     with Console() as console:
         return _export_dcp(args, console) if args.format == "dcp" else _export(args, console)
 
@@ -163,8 +163,7 @@ def _export_dcp(args: Namespace, console: Console) -> int:
             write_dcp(checkpoint, part, "run", prefix=prefix)
         return left_out(source.biases) if source else ""
 
-    line = read_while_kept(lambda: checkpoint_of(args.run, args.runs, step=args.step), write, console.warn)
-    if line:
+    if line := read_while_kept(lambda: checkpoint_of(args.run, args.runs, step=args.step), write, console.warn):
         console.note(line)
     console.note(f"torch.distributed.checkpoint.load(state, checkpoint_id={str(args.into)!r})")
     return 0

@@ -66,14 +66,13 @@ def check_ulimits() -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if soft == unlimited else f"{soft / 2**20:,.1f} MiB; InfiniBand needs ulimit -l unlimited"
     yield ok("locked memory", text)
-    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if soft != unlimited:
-        hint = "a checkpoint may be larger: ulimit -f unlimited"
-        yield warn("size of files", f"at most {soft / _GIB:,.1f} GiB", hint)
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != unlimited:
-        hint = "CUDA reserves far more than it uses: ulimit -v unlimited"
-        yield warn("address space", f"at most {soft / _GIB:,.1f} GiB of addresses", hint)
+    for name, which, of, hint in (
+        ("size of files", resource.RLIMIT_FSIZE, "", "a checkpoint may be larger: ulimit -f unlimited"),
+        ("address space", resource.RLIMIT_AS, " of addresses", "CUDA reserves far more: ulimit -v unlimited"),
+    ):
+        soft, _ = resource.getrlimit(which)
+        if soft != unlimited:
+            yield warn(name, f"at most {soft / _GIB:,.1f} GiB{of}", hint)
 
 
 def check_network() -> Iterator[Finding]:
@@ -101,11 +100,7 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def check_runs(runs: Path, *, needs_shared: bool) -> Iterator[Finding]:
-    """The folder of runs, or the place where it would be made.
-
-    Args:
-        needs_shared: whether jobs run on other hosts.
-    """
+    """The folder of runs, or the place where it would be made; `needs_shared`: jobs run on other hosts."""
     folder = existing(runs)
     if not os.access(folder, os.W_OK | os.X_OK):
         yield fail("folder of runs", f"{folder} cannot be written", "give a folder of yours: runs=~/runs")
@@ -127,11 +122,7 @@ def check_runs(runs: Path, *, needs_shared: bool) -> Iterator[Finding]:
 
 
 def check_cache(name: str, folder: Path, *, is_executed: bool = False) -> Iterator[Finding]:
-    """A folder of a cache, which may not exist yet.
-
-    Args:
-        is_executed: whether libraries in it are loaded.
-    """
+    """A folder of a cache, which may not exist yet; `is_executed`: libraries in it are loaded."""
     there = existing(folder)
     if not os.access(there, os.W_OK | os.X_OK):
         yield fail(name, f"{there} cannot be written", "give another folder (TITANLAB_CACHE, TMPDIR)")
@@ -182,22 +173,19 @@ def _check_writing(folder: Path) -> Iterator[Finding]:
             os.fsync(file.fileno())
             seconds = max(time.monotonic() - begin, 1e-6)
             now, written = time.time(), os.fstat(file.fileno()).st_mtime
-            has_locks = True
-            try:
+            has_locks = False
+            with contextlib.suppress(OSError):
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                has_locks = False
+                has_locks = True
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
     speed = _WRITTEN_BYTES / 2**20 / seconds
     hint = "checkpoints take long: checkpoint=async, or a faster folder (runs=…)"
     yield graded("writing", f"{speed:,.0f} MiB/s, with fsync", hint, warns=speed < _SLOW)
-    if not has_locks:
-        hint = "two processes could work on one run: start each run once, or mount with locks (Lustre: -o flock)"
-        yield warn("locks", "this file system has none", hint)
-    else:
-        yield ok("locks", "flock works")
+    text = "flock works" if has_locks else "this file system has none"
+    hint = "two processes could work on one run: start each run once, or mount with locks (Lustre: -o flock)"
+    yield graded("locks", text, hint, warns=not has_locks)
     if abs(now - written) > _CLOCK_SECONDS:
         text = f"the file server's differs from this host's by {written - now:+,.0f} s"
         yield warn("clock", text, "set both by NTP: ages and orders of files are wrong")

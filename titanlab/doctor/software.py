@@ -63,11 +63,10 @@ def check_code() -> Iterator[Finding]:
     if state is None:
         yield ok("code", "no git repository: runs record the version and a fingerprint of the code")
         return
-    how = "as committed"
-    if state.dirty:
-        how = "changed; runs keep the difference" if state.patch_complete else "changed by more than runs keep"
-    hint = "commit the changes: runs keep only a part of such a large difference, so titanlab repro cannot restore it"
     is_lost = state.dirty and not state.patch_complete
+    how = "changed by more than runs keep" if is_lost else "changed; runs keep the difference"
+    how = how if state.dirty else "as committed"
+    hint = "commit the changes: runs keep only a part of such a large difference, so titanlab repro cannot restore it"
     yield graded("code", f"commit {str(state.sha)[:12]}, {how}", hint, warns=is_lost)
 
 
@@ -128,9 +127,8 @@ def check_torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
         yield fail("gloo", "this build of torch has no gloo", "install a build with torch.distributed")
     if not facts.get("cuda_available"):
         if not facts.get("cpu_bf16", True):
-            yield warn(
-                "bf16", "this CPU has no units for it; tens of times slower than fp32", "use precision=fp32 here"
-            )
+            text = "this CPU has no units for it; tens of times slower than fp32"
+            yield warn("bf16", text, "use precision=fp32 here")
         return
     devices: Sequence[Mapping[str, Any]] = facts["devices"]
     names = sorted({device["name"] for device in devices})
@@ -191,9 +189,8 @@ def check_gpus() -> Iterator[Finding]:
     if shutil.which("nvidia-smi") is None:
         yield ok("GPUs", "there is no nvidia-smi on PATH: processes compute on the CPU")
         return
-    answer = run_command(
-        "nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits", seconds=_SECONDS
-    )
+    query = f"--query-gpu={','.join(_FIELDS)}"
+    answer = run_command("nvidia-smi", query, "--format=csv,noheader,nounits", seconds=_SECONDS)
     if answer is None:
         text = f"nvidia-smi gave no answer within {_SECONDS:g} s"
         yield fail("GPUs", text, "the driver hangs: see the kernel's log (dmesg) for Xid, and restart the node")

@@ -39,21 +39,13 @@ def facts() -> dict[str, Any]:
     if values["cuda_available"]:
         if values["nccl"]:
             values["nccl_version"] = ".".join(map(str, torch.cuda.nccl.version()))
-        for number in range(torch.cuda.device_count()):
-            about = torch.cuda.get_device_properties(number)
-            values["devices"].append(
-                {
-                    "name": about.name,
-                    "memory_gib": round(about.total_memory / 2**30, 1),
-                    "capability": [about.major, about.minor],
-                    "peers": [
-                        other
-                        for other in range(torch.cuda.device_count())
-                        if other != number and torch.cuda.can_device_access_peer(number, other)
-                    ],
-                }
-            )
-        values["bf16"] = torch.cuda.is_bf16_supported()
+        numbers = range(torch.cuda.device_count())
+        for number in numbers:
+            about, others = torch.cuda.get_device_properties(number), [other for other in numbers if other != number]
+            device = {"name": about.name, "memory_gib": round(about.total_memory / 2**30, 1)}
+            device["capability"] = [about.major, about.minor]
+            device["peers"] = [other for other in others if torch.cuda.can_device_access_peer(number, other)]
+            values["devices"].append(device)
         product = torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
         values["product"] = float(product.sum().item())
     return values
@@ -81,13 +73,8 @@ def add_up(rank: int, backend: str, world: int, store: str, totals: Any) -> None
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(store, world),
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=_SECONDS),
-    )
+    limit, meeting = datetime.timedelta(seconds=_SECONDS), dist.FileStore(store, world)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world, timeout=limit)
     tensor = torch.full((1 << 18,), float(rank + 1), device=device)
     dist.all_reduce(tensor)
     totals[rank] = float(tensor[-1].item())

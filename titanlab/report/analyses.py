@@ -76,29 +76,28 @@ def scaling_families(compared: Sequence[RecipeRuns], *, weak: bool) -> list[list
     for group in compared:
         if speed := group.typical("tokens_per_second"):
             families.setdefault(scaling_key(group, weak=weak), []).append((group, speed))
+
+    def row(group: RecipeRuns, speed: float, reference: RecipeRuns, base: float) -> dict[str, Any]:
+        return {
+            "group": group,
+            "recipe": group.label,
+            "layout.label": group.layout,
+            "world": group.world,
+            "reference": reference.label,
+            "tokens_per_second": speed,
+            "tokens_per_second_all": speed * group.world,
+            "speedup": speed * group.world / (base * reference.world),
+            "efficiency_percent": 100 * speed / base,
+            "mfu_percent": group.typical("mfu_percent"),
+            "oversubscribed": group.is_oversubscribed,
+            "runs": len(group.values("tokens_per_second")),
+        }
+
     rows = []
     for members in families.values():
         least = min(group.world for group, _ in members)
-        reference, base = max((member for member in members if member[0].world == least), key=lambda member: member[1])
-        rows.append(
-            [
-                {
-                    "group": group,
-                    "recipe": group.label,
-                    "layout.label": group.layout,
-                    "world": group.world,
-                    "reference": reference.label,
-                    "tokens_per_second": speed,
-                    "tokens_per_second_all": speed * group.world,
-                    "speedup": speed * group.world / (base * reference.world),
-                    "efficiency_percent": 100 * speed / base,
-                    "mfu_percent": group.typical("mfu_percent"),
-                    "oversubscribed": group.is_oversubscribed,
-                    "runs": len(group.values("tokens_per_second")),
-                }
-                for group, speed in sorted(members, key=lambda member: member[0].world)
-            ]
-        )
+        best = max((member for member in members if member[0].world == least), key=lambda member: member[1])
+        rows.append([row(*member, *best) for member in sorted(members, key=lambda member: member[0].world)])
     return rows
 
 

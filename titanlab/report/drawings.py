@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from titanlab.plan import ITEMS
 from titanlab.report.analyses import GRAD_NORM, ITEM, LOSS
-from titanlab.report.figures import style
+from titanlab.report.figures import bars, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-# Items of memory, in the order of ITEMS: colour, and a hatch if a colour occurs twice.
-_LOOKS = ("#0072b2", "#56b4e9", "#009e73", "#0072b2", "#56b4e9", "#e69f00", "#e69f00", "#cc79a7", "#999999")
-_HATCHES = (None, None, None, "///", "///", None, "///", None, None)
 _QUANTITIES = {LOSS: "loss", GRAD_NORM: "gradient norm"}
 
 
@@ -45,28 +42,12 @@ def draw_scaling(scaling: DataFrame) -> Figure:
 
 def draw_memory(memory: DataFrame) -> Figure:
     """The planner's items of memory as stacked bars, and the measurement as a mark."""
-    shown = memory.head(style.MOST_BARS)
-    title = "memory: the planner's items, and the measurement"
-    figure, axis = style.new_bars(len(shown), title, above=1.7, bar=0.42)
-    used = [name for name in ITEMS if len(shown) and shown[f"{ITEM}{name}"].sum() > 0]
-    left = [0.0] * len(shown)
-    for name in used:
-        place = ITEMS.index(name)
-        widths = list(shown[f"{ITEM}{name}"])
-        look: dict[str, Any] = {"color": _LOOKS[place], "hatch": _HATCHES[place], "edgecolor": "white"}
-        axis.barh(range(len(shown)), widths, left=left, height=0.66, linewidth=0.5, label=name, **look)
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    if len(shown):
-        rest = [estimate - tensors for estimate, tensors in zip(shown["estimated_gib"], left, strict=True)]
-        word = "beside tensors: allocator, and on a CPU the process"
-        axis.barh(
-            range(len(shown)), rest, left=left, height=0.66, color="#f1f1ef", edgecolor=style.MUTED, lw=0.5, label=word
-        )
-        axis.plot(shown["measured_gib"], range(len(shown)), "D", color=style.INK, markersize=5.5, label="measured")
-        style.add_legend(figure, "lower left", ncols=3)
-    style.label_bars(axis, list(shown["name"]), len(memory))
-    axis.set_xlabel("GiB at the peak, of the rank that needs most")
-    return figure
+    shown, splits = memory.head(style.MOST_BARS), []
+    for row in shown.to_dict("records"):
+        parts = {bars.ITEM_NAMES.get(name, name): row[f"{ITEM}{name}"] for name in ITEMS}
+        parts["rest"] = row["estimated_gib"] - sum(parts.values())
+        splits.append(bars.StackedBar(row["run"], row["name"], parts, columns=["config.yaml"], is_measured=False))
+    return bars.memory_items(splits, count=len(memory), measured=shown["measured_gib"])
 
 
 def draw_bubbles(schedules: DataFrame) -> Figure:
@@ -78,10 +59,7 @@ def draw_bubbles(schedules: DataFrame) -> Figure:
         rows = schedules[schedules["schedule"] == name].sort_values("microbatches")
         look = {**style.line_look(place, len(names)), "marker": "o", "markersize": 4}
         axis.plot(rows["microbatches"], rows["bubble_percent"], label=style.legend_text(name), **look)
-    if names:
-        style.add_legend(figure, "right upper")
-    else:
-        style.show_text(axis, "no schedule allows these ranks and microbatches")
+    style.add_line_legend(figure, axis, len(names), "no schedule allows these ranks and microbatches")
     axis.set_xlabel("microbatches of a step")
     axis.set_ylabel("bubble: idle % of all ranks' time")
     axis.set_ylim(bottom=0)
@@ -106,16 +84,11 @@ def draw_differences(differences: DataFrame, *, column: str = LOSS, tolerance: f
     axis.set_yscale("log")
     if tolerance:
         # Without a positive value there is nothing to draw: a logarithmic axis has no 0.
-        drawn = (differences[column] > 0).any()
-        if not drawn:
+        if not (differences[column] > 0).any():
             axis.set_ylim(tolerance / 10, tolerance * 10)
         axis.axhline(tolerance, color=style.MUTED, linewidth=1, linestyle=(0, (3, 2)))
         axis.text(1.0, tolerance, f" tolerance {tolerance:g}", transform=axis.get_yaxis_transform(), fontsize=8.5)
-    if runs:
-        more = f"… and {len(runs) - style.MOST_LINES} more" if len(runs) > style.MOST_LINES else None
-        style.add_legend(figure, "right upper", title=more, title_fontsize=8.5)
-    else:
-        style.show_text(axis, "no other run has logged the same steps")
+    style.add_line_legend(figure, axis, len(runs), "no other run has logged the same steps")
     axis.set_xlabel("step")
     axis.set_ylabel("relative difference")
     axis.grid(axis="y", color="#e5e5e5", linewidth=0.8)

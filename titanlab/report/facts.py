@@ -161,14 +161,14 @@ def differences(
         text = redact(text)
         return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"
 
-    comparison: list[tuple[RecipeRuns, list[tuple[str, str, str]] | None]] = []
-    for group in facts.groups:
+    def items(group: RecipeRuns) -> list[tuple[str, str, str]] | None:
         is_reference = reference["run"] in (row["run"] for row in group.rows)
         other = facts.config(reference if is_reference else representative(group))
-        different = [] if other is None else differing(config, other, _NAMES)
-        items = [(key, shown(old), shown(new)) for key, old, new in different]
-        comparison.append((group, None if other is None else items))
-    return comparison
+        if other is None:
+            return None
+        return [(key, shown(old), shown(new)) for key, old, new in differing(config, other, _NAMES)]
+
+    return [(group, items(group)) for group in facts.groups]
 
 
 def sources(facts: Facts) -> list[dict[str, Any]]:
@@ -222,11 +222,13 @@ def _origin(row: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, str]:
         known("code", "git", "branch"),
         known("host", "usable_cores"),
     )
-    changed = ", with changes" if known("code", "git", "dirty") == "True" else ""
+    if commit:
+        commit += f" ({branch})" if branch else ""
+        commit += ", with changes" if known("code", "git", "dirty") == "True" else ""
     machine = ", ".join(filter(None, [known("host", "cpu"), f"{cores} cores" if cores else ""]))
     return {
         "code": known("code", "fingerprint")[:12],
-        "commit": (commit + (f" ({branch})" if branch else "") + changed) if commit else "",
+        "commit": commit,
         "titanlab": known("code", "version"),
         "torch": known("packages", "torch"),
         "Python": known("python", "version"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from titanlab.recipe import Recipe, from_mapping
 from titanlab.records import EXPERTS
 from titanlab.report.facts import Facts
 from titanlab.report.figures import bars, over_time, scatter, style
-from titanlab.sweep import RecipeRuns, state_tone
+from titanlab.sweep import state_tone
 from titanlab.system import counted, grouped, significant
 from titanlab.techniques.profiler.profilers_schema import BY_ITEM, ITEMS, REST, item_metric
 from titanlab.techniques.schedule.action import simulate
@@ -217,7 +217,8 @@ def _step_time(facts: Facts) -> Section:
         why = "Not measured: no run has profiler=breakdown, or none has taken the steps of its window."
         return Section(id="step-time", title=title, texts=[why])
     if not splits:
-        splits, estimated = estimated_splits(facts), " (estimate)"
+        splits = _declared(facts, lambda recipe: step_time(recipe, machine_of(recipe)).parts)
+        estimated = " (estimate)"
         caption = "An estimate of the planner, and no measurement: no run is done. "
         hidden = "that no computation hides"
     if not splits:
@@ -262,76 +263,67 @@ def _without_bar(facts: Facts, splits: Sequence[bars.StackedBar]) -> list[str]:
     return notes
 
 
-def _latest(facts: Facts, kind: str) -> Iterator[tuple[RecipeRuns, Mapping[str, Any], dict[str, Any]]]:
-    """For each recipe, a run with rows of this kind, done if one is, and the latest of these rows."""
+def _measured(
+    facts: Facts, kind: str, columns_of: Callable[[Mapping[str, Any]], Mapping[str, str]]
+) -> list[bars.StackedBar]:
+    """A bar for each recipe with rows of this kind: from the latest one, by the column of each part."""
+    splits = []
     for group, _ in facts.shown:
         begun = sorted((row for row in group.rows if row["step"]), key=lambda row: row["outcome"] != "done")
         found = ((row, own[-1]) for row in begun if (own := facts.metrics(row, kind)))
         for row, newest in itertools.islice(found, 1):
-            yield group, row, newest
+            if columns := columns_of(newest):
+                parts = {part: float(newest[column]) for part, column in columns.items()}
+                columns_drawn = list(columns.values())
+                splits.append(bars.StackedBar(str(row["run"]), group.label, parts, columns_drawn, is_measured=True))
+    return splits
 
 
-_BREAKDOWN = "breakdown/"
+def _declared(facts: Facts, parts_of: Callable[[Recipe], Mapping[str, float]]) -> list[bars.StackedBar]:
+    """A bar for each recipe whose machine the planner knows."""
+    splits = []
+    for group, row in facts.shown:
+        if (recipe := _recipe(facts, row)) is not None:
+            with contextlib.suppress(*_UNUSABLE):
+                parts = parts_of(recipe)
+                splits.append(bars.StackedBar(str(row["run"]), group.label, parts, ["config.yaml"], is_measured=False))
+    return splits
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | float) and value >= 0
 
 
 def measured_splits(facts: Facts) -> list[bars.StackedBar]:
-    """The parts of a step for runs with `profiler=breakdown`, from their latest window."""
-    splits = []
-    for group, row, newest in _latest(facts, "breakdown"):
-        seconds = {
-            name: float(value)
-            for name, value in newest.items()
-            if name.startswith(_BREAKDOWN) and isinstance(value, int | float) and value > 0
-        }
-        seconds.pop(f"{_BREAKDOWN}step(s)", None)
-        if seconds:
-            parts = {
-                name.removeprefix(_BREAKDOWN).removesuffix("(s)").removeprefix("exposed_"): value
-                for name, value in seconds.items()
-            }
-            splits.append(bars.StackedBar(run=str(row["run"]), label=group.label, parts=parts, columns=list(seconds)))
-    return splits
+    """The seconds of a step by part, for runs with `profiler=breakdown`: of their latest window."""
+    begin, end = "breakdown/", "(s)"
 
+    def columns(row: Mapping[str, Any]) -> dict[str, str]:
+        names = [name for name, value in row.items() if name.startswith(begin) and _is_size(value) and value]
+        parts = {name.removeprefix(begin).removesuffix(end): name for name in names}
+        return {part.removeprefix("exposed_"): name for part, name in parts.items() if part != "step"}
 
-def estimated_splits(facts: Facts) -> list[bars.StackedBar]:
-    """The planner's parts of a step, for the recipes whose machine it knows."""
-    splits = []
-    for group, row in facts.shown:
-        if (recipe := _recipe(facts, row)) is not None:
-            with contextlib.suppress(*_UNUSABLE):
-                parts, run = dict(step_time(recipe, machine_of(recipe)).parts), str(row["run"])
-                split = bars.StackedBar(run=run, label=group.label, parts=parts, columns=["config.yaml"])
-                splits.append(replace(split, is_measured=False))
-    return splits
+    return _measured(facts, "breakdown", columns)
 
 
 def measured_memory(facts: Facts) -> list[bars.StackedBar]:
-    """The items of memory in GiB for runs with `profiler=breakdown`: of the rank that needs most."""
-    splits = []
-    for group, row, newest in _latest(facts, BY_ITEM):
-        columns = {item: item_metric(item) for item in (*ITEMS, REST)}
-        parts = {item: newest.get(column) for item, column in columns.items()}
-        if all(isinstance(size, int | float) and size >= 0 for size in parts.values()):
-            own = {item: float(size or 0.0) for item, size in parts.items()}
-            splits.append(
-                bars.StackedBar(run=str(row["run"]), label=group.label, parts=own, columns=list(columns.values()))
-            )
-    return splits
+    """The items of memory in GiB, for runs with `profiler=breakdown`: of the rank that needs most."""
+    columns = {item: item_metric(item) for item in (*ITEMS, REST)}
+    return _measured(
+        facts, BY_ITEM, lambda row: columns if all(_is_size(row.get(name)) for name in columns.values()) else {}
+    )
 
 
 def declared_memory(facts: Facts) -> list[bars.StackedBar]:
-    """The planner's items in GiB, for the recipes whose machine it knows; `rest` is what is beside tensors."""
-    splits = []
-    for group, row in facts.shown:
-        if (recipe := _recipe(facts, row)) is not None:
-            with contextlib.suppress(*_UNUSABLE):
-                most, machine = most_memory(recipe), machine_of(recipe)
-                items = {"optimizer state" if item == "optimizer" else item: size for item, size in most.items.items()}
-                items[REST] = max(0, int(reserved_bytes(recipe, machine, most)) - most.allocated)
-                parts = {item: size / 2**30 for item, size in items.items() if size}
-                split = bars.StackedBar(run=str(row["run"]), label=group.label, parts=parts, columns=["config.yaml"])
-                splits.append(replace(split, is_measured=False))
-    return splits
+    """The planner's items in GiB; `rest` is what is beside tensors."""
+
+    def parts(recipe: Recipe) -> dict[str, float]:
+        most, machine = most_memory(recipe), machine_of(recipe)
+        items = {bars.ITEM_NAMES.get(item, item): size for item, size in most.items.items()}
+        items[REST] = max(0, int(reserved_bytes(recipe, machine, most)) - most.allocated)
+        return {item: size / 2**30 for item, size in items.items() if size}
+
+    return _declared(facts, parts)
 
 
 def memory_text(facts: Facts) -> str:
@@ -387,15 +379,12 @@ def _loss(facts: Facts) -> Section:
     chosen = [*diverged[: style.MOST_LINES // 2], *begun][: style.MOST_LINES]
     label_of = {row["run"]: group.label for group in facts.groups for row in group.rows}
     often = Counter(label_of[row["run"]] for row in chosen)
-    labels = {
-        row["run"]: label_of[row["run"]] + (f" · repeat {row['repeat']}" if often[label_of[row["run"]]] > 1 else "")
-        for row in chosen
-    }
-    steps = [
-        {"run": row["run"], "name": row["name"], "layout.label": row["layout.label"], **metrics}
-        for row in chosen
-        for metrics in facts.metrics(row, "train")
-    ]
+    labels, steps = {}, []
+    for row in chosen:
+        label = label_of[row["run"]]
+        labels[row["run"]] = f"{label} · repeat {row['repeat']}" if often[label] > 1 else label
+        about = {"run": row["run"], "name": row["name"], "layout.label": row["layout.label"]}
+        steps += [{**about, **metrics} for metrics in facts.metrics(row, "train")]
     drawn = len({step["run"] for step in steps})
     last = [f"{row['run']} {significant(row['loss'], 5)}" for row in chosen if row["loss"] is not None]
     left = len(facts.runs) - drawn
@@ -458,17 +447,18 @@ def _experts(facts: Facts) -> list[Section]:
         "experts without a token",
     ]
     clauses = "; ".join(map(str, drawn[:_MOST_BLOCKS_NAMED]))
-    section = Section(
-        id="experts",
-        title="Load of the experts",
-        figure=over_time.expert_load(drawn),
-        caption=_CAPTION,
-        description=f"{counted(len(drawn), 'map')} of tokens by block and expert. {clauses}.",
-        columns=over_time.EXPERT_COLUMNS,
-        values=table("Loads by block: shares relative to an equal one", headings, values),
-        notes=notes,
-    )
-    return [section]
+    return [
+        Section(
+            id="experts",
+            title="Load of the experts",
+            figure=over_time.expert_load(drawn),
+            caption=_CAPTION,
+            description=f"{counted(len(drawn), 'map')} of tokens by block and expert. {clauses}.",
+            columns=over_time.EXPERT_COLUMNS,
+            values=table("Loads by block: shares relative to an equal one", headings, values),
+            notes=notes,
+        )
+    ]
 
 
 def _load(metrics: Mapping[str, Any]) -> over_time.ExpertLoad | None:
@@ -571,10 +561,8 @@ def _estimates(facts: Facts) -> Section:
         compared = scatter.compared(facts.rows, measured, estimated)
         errors = [abs(estimate / value - 1) for _, value, estimate in compared]
         if errors:
-            within = sum(error <= 0.2 for error in errors)
-            clauses.append(
-                f"{what}: {within} of {counted(len(errors), 'run')} within 20 %, worst {100 * max(errors):.0f} %"
-            )
+            within = f"{sum(error <= 0.2 for error in errors)} of {counted(len(errors), 'run')} within 20 %"
+            clauses.append(f"{what}: {within}, worst {100 * max(errors):.0f} %")
     if not clauses:
         notes = Counter(str(row["estimate.note"]) for row in facts.runs if row.get("estimate.note"))
         why = "".join(f" Without an estimate: {note}." for note, _ in notes.most_common(1))

@@ -49,7 +49,6 @@ def write_report(
     """Write the page atomically, and its figures if a folder for them is given.
 
     Args:
-        into: the HTML file.
         format: `png`, `svg` or `pdf`.
         by: the figure of the ranking: `tps`, `mfu` or `memory`.
 
@@ -95,11 +94,7 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
 
 
 def check_matplotlib(sweep: str) -> None:
-    """Check that matplotlib is installed, without importing it.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Check that matplotlib is installed, without importing it; a ConfigError if it is not."""
     if importlib.util.find_spec("matplotlib") is None:
         rule = "its report needs matplotlib, which is not installed"
         raise ConfigError("sweep", sweep, rule, "pip install 'titanlab[plots]'")
@@ -114,11 +109,7 @@ def _make_folder(folder: Path, *, key: str) -> None:
 
 
 def html(facts: Facts, sections: Sequence[Section], *, into: Path) -> str:
-    """The page.
-
-    Args:
-        into: the folder of the file; links to run folders are relative to it.
-    """
+    """The page; links to run folders are relative to its folder, `into`."""
     # Imported here: the packages for plots are optional.
     import jinja2
     from markupsafe import Markup
@@ -130,9 +121,7 @@ def html(facts: Facts, sections: Sequence[Section], *, into: Path) -> str:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         # Remove characters that a page must not have, except in our own markup.
-        finalize=lambda value: (
-            printable(value, kept="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
-        ),
+        finalize=lambda value: printable(value, kept="\n\t") if type(value) is str else value,
         trim_blocks=True,
     )
     # Figures are markup: their texts are escaped when they are drawn.
@@ -170,17 +159,15 @@ def _link(sweep: Path, run: str, into: Path) -> str:
 def _facts(facts: Facts) -> list[tuple[str, str]]:
     """The facts below the answer."""
     devices = {str(row["device"] or row["accelerator"]) for row in facts.runs if row["accelerator"]}
-    models = set()
+    models, starts, ends, hours = set[str](), list[float](), list[float](), 0.0
     for row in facts.runs:
-        sizes = [f"{row[name]} {unit}" for name, unit in _SIZES if row[name] is not None]
-        models |= {f"{row['model']} ({', '.join(sizes)})"} if row["model"] else set()
-    starts = [row["started"] for row in facts.runs if row["started"]]
-    ends = [row["ended"] for row in facts.runs if row["ended"]]
-    hours = sum(
-        (row["ended"] - row["started"]) * row["world"] / 3600
-        for row in facts.runs
-        if row["started"] and row["ended"] and row["world"]
-    )
+        if row["model"]:
+            sizes = [f"{row[name]} {unit}" for name, unit in _SIZES if row[name] is not None]
+            models.add(f"{row['model']} ({', '.join(sizes)})")
+        starts += [row["started"]] if row["started"] else []
+        ends += [row["ended"]] if row["ended"] else []
+        if row["started"] and row["ended"]:
+            hours += (row["ended"] - row["started"]) * (row["world"] or 0) / 3600
     on_gpus = any(row["accelerator"] == "cuda" for row in facts.runs)
     first, speed = facts.speeds.first, ""
     if first is not None and first.centre is not None:
@@ -207,33 +194,30 @@ def _few(texts: set[str]) -> str:
 
 def _notes(facts: Facts) -> list[str]:
     """Caveats about the figures."""
-    notes = []
-    crowded = [row for row in facts.done if row["oversubscribed"]]
-    if crowded:
-        notes.append(
-            f"{counted(len(crowded), 'run')} had more processes than cores. They took turns, so that their speed says "
-            "nothing about the layout; memory and losses count."
-        )
-    if facts.done and all(row["accelerator"] == "cpu" for row in facts.done):
+
+    def about(rows: Sequence[Mapping[str, Any]], text: str, noun: str = "run") -> list[str]:
+        return [f"{counted(len(rows), noun)} {text}"] if rows else []
+
+    done = facts.done
+    notes = about(
+        [row for row in done if row["oversubscribed"]],
+        "had more processes than cores. They took turns, so that their speed says nothing about the layout; memory and "
+        "losses count.",
+    )
+    if done and all(row["accelerator"] == "cpu" for row in done):
         notes.append("These are speeds of a CPU: they do not transfer to GPUs.")
-    emulated = [row for row in facts.done if row["emulated"]]
-    if emulated:
-        of = counted(len(emulated), "run")
-        notes.append(f"{of} emulated products that the device lacks, such as float8: their speed gets no place.")
+    lacks = "emulated products that the device lacks, such as float8: their speed gets no place."
+    notes += about([row for row in done if row["emulated"]], lacks)
     reasons = dict.fromkeys(row["cause"] for row in facts.rows if row["dropped_stage"] in ("rule", "memory"))
     notes += [f"Left out: {reason}." for reason in list(reasons)[:_MOST_LEFT_OUT]]
-    codes = {row["code"] for row in facts.done if row["code"]}
+    codes = {row["code"] for row in done if row["code"]}
     if len(codes) > 1:
         notes.append(f"The runs were made by {len(codes)} different states of the code; see Provenance.")
     damaged = [row for row in facts.runs if row["state"] in ("unreadable", "missing")]
-    if damaged:
-        notes.append(f"{counted(len(damaged), 'run folder')} cannot be read or are gone; see Failures.")
-    lost = [row for row in facts.done if row["measured_steps"] == 0]
-    if lost:
-        notes.append(f"{counted(len(lost), 'run')} are done without a step after the warm-up: they have no speed.")
-    skipping = [row for row in facts.runs if (row["skipped_steps"] or 0) > 0]
-    if skipping:
-        steps = sum(row["skipped_steps"] for row in skipping)
-        of = counted(len(skipping), "run")
+    notes += about(damaged, "cannot be read or are gone; see Failures.", "run folder")
+    unmeasured = [row for row in done if row["measured_steps"] == 0]
+    notes += about(unmeasured, "are done without a step after the warm-up: they have no speed.")
+    if skipping := [row for row in facts.runs if (row["skipped_steps"] or 0) > 0]:
+        steps, of = sum(row["skipped_steps"] for row in skipping), counted(len(skipping), "run")
         notes.append(f"{counted(steps, 'step')} of {of} updated nothing, since their gradients were not finite.")
     return notes

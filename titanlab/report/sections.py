@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ _MOST_CAUSE = 300
 _MOST_TRACEBACKS, _MOST_TRACEBACK = 12, 4_000
 _MOST_KEYS = 20
 _MOST_SOURCES = 4
+# Values of a row of parity.json.
+_PARITY = ("layout", "precision", "loss", "grad_norm", "gradient", "parameter", "tolerance")
 
 
 def sections_of(facts: Facts) -> list[Section]:
@@ -49,7 +52,7 @@ def _recipes(facts: Facts) -> PageTable:
         near = place is not None and (ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
         standing = None if place is None else f"{place}{' (within noise)' if near else ''}"
         # The control may have the same label as another recipe.
-        band = None if entry.group.is_control else facts.bands.get(group.label)
+        band = None if group.is_control else facts.bands.get(group.label)
         interval = "" if band is None else f"{speed_text(band[0])} to {speed_text(band[1])}"
         speed = group.typical("tokens_per_second")
         ends = (f"{count} {name}" if count > 1 else name for name, count in entry.ends.items())
@@ -57,7 +60,7 @@ def _recipes(facts: Facts) -> PageTable:
         rows.append(
             {
                 "recipe": Cell(text=label, run=str(representative(group)["run"])),
-                "place": cell("control" if entry.group.is_control else standing),
+                "place": cell("control" if group.is_control else standing),
                 "processes": cell(group.world),
                 "runs": cell(len(group.rows)),
                 "tokens/s": cell(round(speed) if speed is not None and speed >= 100 else speed),
@@ -92,10 +95,9 @@ def _differences(facts: Facts) -> Section:
     rows = []
     for group, items in comparison:
         lines = [f"{key}: {ours} → {theirs}" for key, ours, theirs in items or ()]
-        is_reference = name in (row["run"] for row in group.rows)
-        shown = Cell(text="the recipe that the others are compared with" if is_reference else "the same")
-        if items is None:
-            shown = Cell(text="config.yaml cannot be read")
+        shown: Any = "config.yaml cannot be read" if items is None else "the same"
+        if name in (row["run"] for row in group.rows):
+            shown = "the recipe that the others are compared with"
         elif (left := len(lines) - _MOST_KEYS) > 0:
             first = [*lines[:_MOST_KEYS], f"and {counted(left, 'key')} more"]
             shown = Cell(text="", items=first, more="\n".join(lines))
@@ -127,14 +129,11 @@ def _failures(facts: Facts) -> Section:
         f"{count} {kind}" + (f" ({OutcomeKind(kind).meaning})" if kind in list(OutcomeKind) else "")
         for kind, count in Counter(map(state_word, bad)).most_common()
     ]
-    rows = (
-        [
-            *(run_cell(row["run"]), row["layout.label"], state_word(row)),
-            None if row["step"] is None else f"{row['step']} of {row['steps']}",
-            *(row["rank"], _cut(redact(row["cause"] or ""))),
-        ]
-        for row in bad
-    )
+    rows = []
+    for row in bad:
+        step = None if row["step"] is None else f"{row['step']} of {row['steps']}"
+        cause = _cut(redact(row["cause"] or ""))
+        rows.append([run_cell(row["run"]), row["layout.label"], state_word(row), step, row["rank"], cause])
     headings = ["run", "layout", "outcome", "step", "rank", "cause"]
     return replace(
         section,
@@ -151,14 +150,11 @@ def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[st
         key = (state_word(row), row["cause"] or "")
         if key in tracebacks or len(tracebacks) == _MOST_TRACEBACKS:
             continue
-        try:
-            failure = failure_text(facts.run(row), row)
-        except (TitanlabError, OSError):
-            continue
-        if failure is not None:
-            source, words = failure
-            shown = words if len(words) <= _MOST_TRACEBACK else f"…{words[-_MOST_TRACEBACK:]}"
-            tracebacks[key] = (f"{row['run']}: {source}", redact(shown))
+        with contextlib.suppress(TitanlabError, OSError):
+            if (failure := failure_text(facts.run(row), row)) is not None:
+                source, words = failure
+                shown = words if len(words) <= _MOST_TRACEBACK else f"…{words[-_MOST_TRACEBACK:]}"
+                tracebacks[key] = (f"{row['run']}: {source}", redact(shown))
     return list(tracebacks.values())
 
 

@@ -31,15 +31,14 @@ def _stack(facts: Facts) -> list[Section]:
         return []
     entries.sort(key=lambda entry: entry.group.rows[0]["stack_step"])
     steps = {step.entry.label: step for step in facts.speeds.steps}
-    # Beside a bar there is room for the numbers only.
-    gains = {
-        label: step.gain_text.partition(", ")[0].replace("95% interval ", "") + ("" if step.is_next else " in all")
-        for label, step in steps.items()
-    }
-    rows = []
+    rows, gains = [], dict[str, str]()
     for entry in entries:
-        step, first = steps.get(entry.label), "" if entry.left_out is None else f"no place: {entry.left_out}"
-        gain = [step.before.label, step.gain_text] if step is not None else ["", first]
+        gain = ["", "" if entry.left_out is None else f"no place: {entry.left_out}"]
+        if (step := steps.get(entry.label)) is not None:
+            gain = [step.before.label, step.gain_text]
+            # Beside a bar there is room for the numbers only.
+            numbers = step.gain_text.partition(", ")[0].replace("95% interval ", "")
+            gains[entry.label] = numbers + ("" if step.is_next else " in all")
         rows.append([entry.label, _whole(entry.group.typical("tokens_per_second")), *gain])
     clauses = [f"{label} {step.gain_text}" for label, step in steps.items()]
     columns = ["tokens_per_second", "stack_step"]
@@ -104,55 +103,23 @@ def _scaling(facts: Facts) -> list[Section]:
     series = scaling_series(facts)
     if not series:
         return []
-    points = {}
+    points: dict[str, list[growth.GrowthPoint]] = {}
+    rows, unmeasured = [], []
     for name, family in series.items():
-        base = family[0]["tokens_per_second"] / family[0]["efficiency_percent"]
-        points[name] = [
-            growth.GrowthPoint(
-                group=row["group"],
-                size=row["world"],
-                value=row["efficiency_percent"],
-                band=_scaled(facts.bands.get(row["recipe"]), base),
-            )
-            for row in family
-        ]
-        points[name] += [
-            growth.GrowthPoint(group=group, size=group.world, value=None) for group in _unmeasured(facts, name, family)
-        ]
-    rows = [
-        [
-            name,
-            row["recipe"],
-            row["world"],
-            _whole(row["tokens_per_second"]),
-            _whole(row["tokens_per_second_all"]),
-            row["speedup"],
-            row["efficiency_percent"],
-            _ends(row["group"]),
-        ]
-        for name, family in series.items()
-        for row in family
-    ]
-    rows += [
-        [name, point.group.label, point.size, *([None] * 4), _ends(point.group)]
-        for name, members in points.items()
-        for point in members
-        if point.value is None
-    ]
-    headings = [
-        "scaling",
-        "recipe",
-        "devices",
-        "tokens/s per device",
-        "tokens/s in all",
-        "times as fast",
-        "efficiency %",
-        "outcomes",
-    ]
+        base, points[name] = family[0]["tokens_per_second"] / family[0]["efficiency_percent"], []
+        for row in family:
+            group, band, speed = row["group"], facts.bands.get(row["recipe"]), row["tokens_per_second"]
+            scaled = None if band is None else (band[0] / base, band[1] / base)
+            points[name].append(growth.GrowthPoint(group, row["world"], row["efficiency_percent"], scaled))
+            figures = [_whole(speed), _whole(row["tokens_per_second_all"]), row["speedup"], row["efficiency_percent"]]
+            rows.append([name, group.label, row["world"], *figures, _ends(group)])
+        for group in _unmeasured(facts, name, family):
+            points[name].append(growth.GrowthPoint(group, group.world, None))
+            unmeasured.append([name, group.label, group.world, *([None] * 4), _ends(group)])
+    headings = ["scaling", "recipe", "devices", "tokens/s per device", "tokens/s in all", "times as fast"]
     columns = ["tokens_per_second", "world", "global_batch", "oversubscribed"]
-    panel = growth.GrowthPanel(
-        label="% of the tokens/s per device of the fewest", column=columns[0], series=points, ideal=100.0
-    )
+    label = "% of the tokens/s per device of the fewest"
+    panel = growth.GrowthPanel(label=label, column=columns[0], series=points, ideal=100.0)
     return [
         Section(
             id="scaling",
@@ -164,7 +131,7 @@ def _scaling(facts: Facts) -> list[Section]:
             description=f"Lines of scaling efficiency. {listed(scaling_texts(facts))}.",
             columns=columns,
             values=by_run("Speed of every run", facts.runs, columns),
-            tables=[table("Scaling", headings, rows)],
+            tables=[table("Scaling", [*headings, "efficiency %", "outcomes"], [*rows, *unmeasured])],
         )
     ]
 
@@ -185,10 +152,6 @@ def _whole(speed: float | None) -> float | None:
     return round(speed) if speed is not None and speed >= 100 else speed
 
 
-def _scaled(band: tuple[float, float] | None, base: float) -> tuple[float, float] | None:
-    return None if band is None else (band[0] / base, band[1] / base)
-
-
 def _context(facts: Facts) -> list[Section]:
     compared = [group for group in facts.groups if not group.is_control and group.rows[0]["seq_len"]]
     if len({group.rows[0]["seq_len"] for group in compared}) < 2:
@@ -197,46 +160,31 @@ def _context(facts: Facts) -> list[Section]:
         return []
     series: dict[str, list[RecipeRuns]] = {}
     for group in compared:
-        series.setdefault(_family(group), []).append(group)
+        series.setdefault(", ".join([f"{group.world} devices", *_words(group)]), []).append(group)
+
+    def panel(column: str, label: str, bands: Mapping[str, tuple[float, float]]) -> growth.GrowthPanel:
+        points = {
+            name: [
+                growth.GrowthPoint(group, group.rows[0]["seq_len"], group.typical(column), bands.get(group.label))
+                for group in members
+            ]
+            for name, members in series.items()
+        }
+        return growth.GrowthPanel(label=label, column=column, series=points, is_speed=column == "tokens_per_second")
+
     panels = [
-        growth.GrowthPanel(
-            label=label,
-            column=column,
-            series={
-                name: [
-                    growth.GrowthPoint(
-                        group=group,
-                        size=group.rows[0]["seq_len"],
-                        value=group.typical(column),
-                        band=facts.bands.get(group.label) if is_speed else None,
-                    )
-                    for group in members
-                ]
-                for name, members in series.items()
-            },
-            is_speed=is_speed,
-        )
-        for column, label, is_speed in (
-            ("tokens_per_second", "tokens/s per device", True),
-            ("memory_gib", "GiB at the peak", False),
-        )
+        panel("tokens_per_second", "tokens/s per device", facts.bands),
+        panel("memory_gib", "GiB at the peak", {}),
     ]
-    ordered = sorted(compared, key=lambda group: group.rows[0]["seq_len"])
-    rows = [
-        [
-            group.label,
-            group.rows[0]["seq_len"],
-            group.rows[0]["layout.context"],
-            *(_whole(group.typical(panel.column)) for panel in panels),
-            _ends(group),
-        ]
-        for group in ordered
-    ]
+    rows, clauses = [], []
+    for group in sorted(compared, key=lambda group: group.rows[0]["seq_len"]):
+        size, ends = group.rows[0]["seq_len"], _ends(group)
+        speed, memory = (_whole(group.typical(panel.column)) for panel in panels)
+        rows.append([group.label, size, group.rows[0]["layout.context"], speed, memory, ends])
+        shown = ends if speed is None else f"{significant(speed, 4)} tokens/s per device"
+        clauses.append(f"{grouped(size)} tokens: {shown}")
     columns = ["seq_len", "layout.context", "tokens_per_second", "memory_gib"]
-    clauses = [
-        f"{grouped(size)} tokens: " + (ends if speed is None else f"{significant(speed, 4)} tokens/s per device")
-        for _, size, _, speed, _, ends in rows
-    ]
+    headings = ["recipe", "tokens of a sequence", "context", "tokens/s per device", "GiB", "outcomes"]
     return [
         Section(
             id="context",
@@ -246,19 +194,9 @@ def _context(facts: Facts) -> list[Section]:
             description=f"Lines of speed and memory by length. {listed(clauses)}.",
             columns=columns,
             values=by_run("Speed and memory of every run", facts.runs, columns),
-            tables=[
-                table(
-                    "By length",
-                    ["recipe", "tokens of a sequence", "context", "tokens/s per device", "GiB", "outcomes"],
-                    rows,
-                )
-            ],
+            tables=[table("By length", headings, rows)],
         )
     ]
-
-
-def _family(group: RecipeRuns) -> str:
-    return ", ".join([f"{group.world} devices", *_words(group)])
 
 
 def _words(group: RecipeRuns) -> list[str]:

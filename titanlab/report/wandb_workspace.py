@@ -38,11 +38,7 @@ class View:
 
 
 def check_installed() -> None:
-    """Check that the package is installed.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Check that the package is installed; a ConfigError if it is not."""
     if importlib.util.find_spec(_PACKAGE) is None:
         rule = "needs the package wandb-workspaces, which is not installed"
         raise ConfigError("verb", "workspace", rule, "pip install 'titanlab[wandb-workspaces]'")
@@ -77,32 +73,20 @@ def view_of(
 def made(view: View) -> tuple[Any, Any]:
     """The workspace and the report, each with the same panels."""
     workspaces, reports = (import_quietly(f"{_PACKAGE}.{name}") for name in ("workspaces", "reports.v2"))
-    runs = f"Metric('Group') == {view.sweep!r}"
-    workspace = workspaces.Workspace(
-        entity=view.entity,
-        project=view.project,
-        name=f"titanlab {view.sweep}",
-        sections=[
-            workspaces.Section(name=heading, panels=[panel], is_open=True)
-            for heading, panel in _panels(view, reports).items()
-        ],
-        runset_settings=workspaces.RunsetSettings(filters=runs),
-    )
+    runs, title = f"Metric('Group') == {view.sweep!r}", f"titanlab {view.sweep}"
     # No project here: the report's own project applies, and naming one would make a network request.
     runset = reports.Runset(name=view.sweep, filters=runs)
-    blocks: list[Any] = []
+    sections, blocks = list[Any](), list[Any]()
+    for head, panel in _panels(view, reports).items():
+        sections.append(workspaces.Section(name=head, panels=[panel], is_open=True))
     for head, panel in _panels(view, reports).items():
         panel.layout = reports.Layout(x=0, y=0, w=_WIDTH, h=_HEIGHT)
         blocks += [reports.H2(head), reports.PanelGrid(runsets=[runset], panels=[panel])]
-    report = reports.Report(
-        entity=view.entity,
-        project=view.project,
-        title=f"titanlab {view.sweep}",
-        description="Runs of a sweep: medians after warm-up, by the names of metrics.jsonl.",
-        blocks=blocks,
-        width="fluid",
-    )
-    return workspace, report
+    settings = workspaces.RunsetSettings(filters=runs)
+    own = {"entity": view.entity, "project": view.project}
+    workspace = workspaces.Workspace(**own, name=title, sections=sections, runset_settings=settings)
+    about = "Runs of a sweep: medians after warm-up, by the names of metrics.jsonl."
+    return workspace, reports.Report(**own, title=title, description=about, blocks=blocks, width="fluid")
 
 
 def json_text(view: View) -> str:
@@ -129,48 +113,29 @@ def save(view: View) -> list[str]:
 
 def _panels(view: View, module: Any) -> dict[str, Any]:
     """The panels in their order, by their headings."""
+    summary, config, name = module.SummaryMetric, module.Config, {"legend_template": "${run:displayName}"}
 
     def by_layout(title: str, metric: str) -> Any:
-        return module.BarPlot(
-            title=f"{title}, by layout",
-            metrics=[metric],
-            orientation="h",
-            groupby=module.Config(LABEL),
-            groupby_aggfunc="median",
-            groupby_rangefunc="minmax",
-        )
+        group = {"groupby": config(LABEL), "groupby_aggfunc": "median", "groupby_rangefunc": "minmax"}
+        return module.BarPlot(title=f"{title}, by layout", metrics=[metric], orientation="h", **group)
 
-    memory = module.ScatterPlot(
-        title="peak memory against MFU",
-        x=module.SummaryMetric(view.memory),
-        y=module.SummaryMetric(meter.MFU),
-        legend_template="${run:displayName}",
-    )
-    scaling = module.ScatterPlot(
-        title="tokens per second of one device against processes: a level line is perfect scaling",
-        x=module.Config(WORLD),
-        y=module.SummaryMetric(meter.TOKENS_PER_SECOND),
-        log_x=True,
-        legend_template="${run:displayName}",
-    )
-    loss = module.LinePlot(
-        title="loss by tokens", x=meter.TOKENS_SEEN, y=[meter.LOSS, meter.VALIDATION_LOSS], title_x="tokens trained on"
-    )
-    column = module.ParallelCoordinatesPlotColumn
-    coordinates = module.ParallelCoordinatesPlot(
-        title="layout axes, speed and memory",
-        columns=[
-            *(column(metric=module.Config(f"layout.{axis}"), display_name=axis) for axis in view.axes),
-            column(metric=module.SummaryMetric(view.memory), display_name="GiB"),
-            column(metric=module.SummaryMetric(meter.MFU), display_name="MFU %"),
-            column(metric=module.SummaryMetric(meter.TOKENS_PER_SECOND), display_name="tokens/s"),
-        ],
-    )
+    def column(metric: Any, shown: str) -> Any:
+        return module.ParallelCoordinatesPlotColumn(metric=metric, display_name=shown)
+
+    level = "tokens per second of one device against processes: a level line is perfect scaling"
+    speed, losses = summary(meter.TOKENS_PER_SECOND), [meter.LOSS, meter.VALIDATION_LOSS]
+    figures = {"GiB": summary(view.memory), "MFU %": summary(meter.MFU), "tokens/s": speed}
+    columns = [column(config(f"layout.{axis}"), axis) for axis in view.axes]
+    columns += [column(metric, shown) for shown, metric in figures.items()]
     return {
         "Tokens per second by layout": by_layout("tokens per second of one device", meter.TOKENS_PER_SECOND),
         "MFU by layout": by_layout("MFU in percent", meter.MFU),
-        "Memory against MFU": memory,
-        "Scaling": scaling,
-        "Loss by tokens": loss,
-        "Layout axes": coordinates,
+        "Memory against MFU": module.ScatterPlot(
+            title="peak memory against MFU", x=summary(view.memory), y=summary(meter.MFU), **name
+        ),
+        "Scaling": module.ScatterPlot(title=level, x=config(WORLD), y=speed, log_x=True, **name),
+        "Loss by tokens": module.LinePlot(
+            title="loss by tokens", x=meter.TOKENS_SEEN, y=losses, title_x="tokens trained on"
+        ),
+        "Layout axes": module.ParallelCoordinatesPlot(title="layout axes, speed and memory", columns=columns),
     }

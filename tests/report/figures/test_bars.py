@@ -202,7 +202,7 @@ def test_bad_ends_differ_in_black_and_white(kind, hatch):
 def test_parts_are_stacked_and_estimates_say_so():
     parts = {"forward": 0.2, "backward": 0.4, "shard": 0.1, "data": 0.0, "strange": 0.05}
     splits = [
-        StackedBar(run="a", label="dp_s2", parts=parts, columns=["breakdown/forward(s)"]),
+        StackedBar(run="a", label="dp_s2", parts=parts, columns=["breakdown/forward(s)"], is_measured=True),
         StackedBar(run="b", label="tp2", parts={"compute": 0.5}, columns=["config.yaml"], is_measured=False),
     ]
     figure = step_time_split(splits)

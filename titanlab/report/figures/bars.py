@@ -214,9 +214,11 @@ _MEMORY_LOOKS: Mapping[str, tuple[str, str | None]] = {
     "rest": (style.GREY, None),
 }
 MEMORY_ITEMS = tuple(_MEMORY_LOOKS)
+# Items of the planner that have another name in figures.
+ITEM_NAMES = {"optimizer": "optimizer state"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StackedBar:
     """What a figure of one run consists of: the seconds of its step, or the GiB of its memory.
 
@@ -228,8 +230,8 @@ class StackedBar:
     run: str
     label: str
     parts: Mapping[str, float]
-    columns: Sequence[str] = field(default=())
-    is_measured: bool = True
+    columns: Sequence[str]
+    is_measured: bool = field(kw_only=True)
 
 
 def step_time_split(splits: Sequence[StackedBar]) -> TracedFigure:
@@ -237,10 +239,18 @@ def step_time_split(splits: Sequence[StackedBar]) -> TracedFigure:
     return _stacked(splits, "time of a step", "seconds of a step", _LOOKS, part_name, short_span)
 
 
-def memory_items(splits: Sequence[StackedBar]) -> TracedFigure:
-    """Stacked bars of the items of memory in GiB, one bar for each recipe; estimates are labelled as such."""
+def memory_items(
+    splits: Sequence[StackedBar], *, count: int | None = None, measured: Sequence[float] | None = None
+) -> TracedFigure:
+    """Stacked bars of the items of memory in GiB, one bar for each recipe; estimates are labelled as such.
+
+    Args:
+        count: number of all bars, also bars that are not shown.
+        measured: a diamond beside each bar.
+    """
     label = "GiB at the peak, of the rank that needs most"
-    return _stacked(splits, "memory by item", label, _MEMORY_LOOKS, str, lambda size: f"{significant(size, 3)} GiB")
+    looks, text = _MEMORY_LOOKS, lambda size: f"{significant(size, 3)} GiB"
+    return _stacked(splits, "memory by item", label, looks, str, text, count=count, marks=measured)
 
 
 def _stacked(
@@ -250,6 +260,9 @@ def _stacked(
     looks: Mapping[str, tuple[str, str | None]],
     name_of: Callable[[str], str],
     text_of: Callable[[float], str],
+    *,
+    count: int | None = None,
+    marks: Sequence[float] | None = None,
 ) -> TracedFigure:
     is_measured = any(split.is_measured for split in splits)
     heading = title if is_measured else f"{title}, estimated"
@@ -273,10 +286,14 @@ def _stacked(
             description = f"{split.label}: {text} {text_of(value)}{'' if split.is_measured else ', estimated'}"
             figure.trace(bar, runs=[split.run], columns=split.columns, text=description)
             left += value
-        text = text_of(left) + ("" if split.is_measured else " (estimate)")
-        axis.text(left + 0.012 * longest, place, text, va="center", fontsize=8.5, color=style.INK)
-    axis.set_xlim(0, longest * 1.25)
-    style.label_bars(axis, [split.label for split in splits], len(splits))
+        if marks is None:
+            text = text_of(left) + ("" if split.is_measured else " (estimate)")
+            axis.text(left + 0.012 * longest, place, text, va="center", fontsize=8.5, color=style.INK)
+    if marks is None:
+        axis.set_xlim(0, longest * 1.25)
+    else:
+        axis.plot(marks, range(len(splits)), "D", color=style.INK, markersize=5.5, label="measured" if splits else None)
+    style.label_bars(axis, [split.label for split in splits], len(splits) if count is None else count)
     axis.set_xlabel(label)
     if splits:
         style.add_legend(figure, "lower left", ncols=4)

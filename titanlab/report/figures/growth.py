@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from titanlab.report.figures.traced import TracedFigure
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GrowthPoint:
     """One recipe; `band` is the interval of 95 % around its value, None: unknown.
 

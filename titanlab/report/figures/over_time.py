@@ -42,9 +42,9 @@ def loss_by_tokens(
     curves: dict[str, list[dict[Any, Any]]] = {}
     for row in style.records_of(steps):
         curves.setdefault(row["run"], []).append(row)
-    for place, (run, rows) in enumerate(curves.items()):
+    for place, (run, logged) in enumerate(curves.items()):
         # In a damaged row the loss may be a boolean, a text or missing.
-        rows = [row for row in rows if type(row.get(meter.LOSS)) in (int, float) and math.isfinite(row[meter.LOSS])]
+        rows = [row for row in logged if type(row.get(meter.LOSS)) in (int, float) and math.isfinite(row[meter.LOSS])]
         rows.sort(key=lambda row: row["step"])
         chosen = thinned(rows)
         first = curves[run][0]
@@ -64,11 +64,7 @@ def loss_by_tokens(
     axis.set_ylabel("loss (nats per token)")
     axis.xaxis.set_major_formatter(lambda value, _: short(value, digits=2))
     axis.grid(axis="y", color=style.GRID, linewidth=0.8)
-    if curves:
-        more = f"… and {len(curves) - style.MOST_LINES} more" if len(curves) > style.MOST_LINES else None
-        style.add_legend(figure, "right upper", title=more, title_fontsize=8.5)
-    else:
-        style.show_text(axis, "no step has been logged")
+    style.add_line_legend(figure, axis, len(curves), "no step has been logged")
     return figure
 
 
@@ -131,7 +127,6 @@ class ExpertLoad:
 
 def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
     """Maps of blocks by experts: the share of tokens relative to an equal share, on a logarithmic scale of colours."""
-    # Imported here: matplotlib is an optional package.
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize

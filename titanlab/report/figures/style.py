@@ -80,6 +80,15 @@ def add_legend(figure: Figure, place: str, **more: Any) -> None:
     figure.legend(**{"loc": f"outside {place}", "fontsize": 8.5, "frameon": False, "labelcolor": INK, **more})
 
 
+def add_line_legend(figure: Figure, axis: Axes, count: int, nothing: str) -> None:
+    """The legend of so many lines, which says how many it leaves out; without lines, write why in the axes."""
+    if count:
+        more = f"… and {count - MOST_LINES} more" if count > MOST_LINES else None
+        add_legend(figure, "right upper", title=more, title_fontsize=8.5)
+    else:
+        show_text(axis, nothing)
+
+
 def explain_hatches(figure: Figure) -> None:
     from matplotlib.patches import Patch
 
