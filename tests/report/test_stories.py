@@ -70,10 +70,56 @@ def test_a_step_that_is_a_fifth_slower_is_named_by_the_first_sentence_of_the_rep
     speeds = [1000.0, 1160.0, 1300.0, 1500.0]
     speeds[slow] = 0.8 * speeds[slow - 1]
     rows = stack(*speeds)
-    facts = facts_of(*rows, folder=tmp_path)
-    page = html(facts, sections_of(facts), into=tmp_path)
-    (answer,) = re.findall(r'<p class="answer">(.*?)</p>', page)
-    assert f"; worse than the step before: dp_s8 · {rows[3 * slow]['compile']} -20.0% (95% interval " in answer
+    worse = f"; worse than the step before: dp_s8 · {rows[3 * slow]['compile']} -20.0% (95% interval "
+    assert worse in answer(rows, tmp_path)
+
+
+@pytest.mark.parametrize("weak", [True, False])
+@pytest.mark.parametrize(
+    ("slow", "text"),
+    [
+        (None, ""),
+        (16, "{} scaling is 2[0-9].\\d% better on 32 devices than on 16"),
+        (64, "{} scaling loses most from 32 to 64 devices: -2[0-9].\\d%"),
+    ],
+)
+def test_a_number_of_devices_that_is_a_fifth_slower_is_named_by_the_first_sentence(tmp_path, weak, slow, text):
+    rows = []
+    for world in (8, 16, 32, 64):
+        given = {**GPU, "world": world, "global_batch": 2 * world if weak else 128, "seq_len": 128}
+        rows += repeated(f"w{world}", f"dp_s{world}", 1000.0 * (0.8 if world == slow else 1.0), **given)
+    assert re.search(rf"{text.format('weak' if weak else 'strong')}\.$", answer(rows, tmp_path))
+    assert bool(text) == ("scaling" in answer(rows, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("slow", "text"),
+    [
+        (None, ""),
+        (2048, "FLOP/s is 2[0-9].\\d% better on 4,096 tokens than on 2,048"),
+        (8192, "FLOP/s loses most from 4,096 to 8,192 tokens: -2[0-9].\\d%"),
+    ],
+)
+def test_a_length_that_is_a_fifth_slower_is_named_though_longer_sequences_have_fewer_tokens_a_second(
+    tmp_path, slow, text
+):
+    rows = []
+    for number, length in enumerate((1024, 2048, 4096, 8192)):
+        speed, flops = 1000.0 / (1 + number) * (0.8 if length == slow else 1.0), 1.0 + number
+        own = {**GPU, "world": 8, "seq_len": length, "layout.context": 2**number}
+        rows += [
+            {**row, "tflops": row["tokens_per_second"] * flops}
+            for row in repeated(f"r{length}", f"cp{2**number}", speed, **own)
+        ]
+    assert bool(text) == ("FLOP/s" in answer(rows, tmp_path))
+    assert re.search(rf"{text}\.$", answer(rows, tmp_path))
+
+
+def answer(rows, folder):
+    """The first sentence of the report."""
+    facts = facts_of(*rows, folder=folder)
+    (sentence,) = re.findall(r'<p class="answer">(.*?)</p>', html(facts, sections_of(facts), into=folder))
+    return sentence
 
 
 def test_scaling_is_efficiency_against_the_fewest_devices():

@@ -17,8 +17,8 @@ from titanlab.report.figures.style import printable
 from titanlab.report.frames import folder_of
 from titanlab.report.panels import Section, figure_sections, memory_text, speed_text
 from titanlab.report.sections import sections_of
-from titanlab.report.stories import scaling_texts, story_sections
-from titanlab.sweep import SweepFolder, SweepTable, notes_of, sentence_of, state_counts
+from titanlab.report.stories import answer_of, scaling_texts, story_sections
+from titanlab.sweep import SweepFolder, SweepTable, notes_of, state_counts
 from titanlab.system import counted, grouped, significant, user_path, write_text
 
 _FOLDER = Path(__file__).parent
@@ -74,7 +74,7 @@ def write_report(
     except OSError as error:
         rule = f"cannot be written ({error.strerror or error})"
         raise ConfigError("--into", into, rule, "try --into FILE or FOLDER of yours") from error
-    return Report(into, written, sentence_of(facts.ranking))
+    return Report(into, written, answer_of(facts))
 
 
 def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigure]:
@@ -134,7 +134,7 @@ def html(facts: Facts, sections: Sequence[Section], *, into: Path) -> str:
     }
     return environment.get_template("page.html").render(
         name=facts.sweep.name,
-        sentence=sentence_of(facts.ranking),
+        sentence=answer_of(facts),
         facts=_facts(facts),
         notes=[*notes_of(facts.ranking), *_notes(facts)],
         sections=sections,

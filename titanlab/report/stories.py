@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from titanlab.report.analyses import scaling_families, scaling_key
 from titanlab.report.facts import Facts
 from titanlab.report.figures import bars, growth
 from titanlab.report.panels import Section, by_run, listed, table
-from titanlab.sweep import POINT, RecipeRuns, state_word
+from titanlab.sweep import POINT, RecipeRuns, percent, sentence_of, state_word
 from titanlab.system import grouped, significant
 
 # Columns that follow the length of sequences; the batch and the layout change with it.
@@ -23,6 +24,51 @@ _HOLLOW = " Hollow marks are recipes whose speed says nothing: more processes th
 def story_sections(facts: Facts) -> list[Section]:
     """The stories that the sweep's points tell; empty: none."""
     return [*_stack(facts), *_scaling(facts), *_context(facts)]
+
+
+def answer_of(facts: Facts) -> str:
+    """The ranking's answer in one sentence, and where a growing series loses speed."""
+    losses = _losses(facts) if facts.by == "tps" else []
+    return "; ".join([sentence_of(facts.ranking).removesuffix("."), *losses]) + "."
+
+
+def _losses(facts: Facts) -> list[str]:
+    """Where each series of three sizes or more loses speed, by more than noise.
+
+    That is each size at which it is slower than at the next larger one; without any, the largest loss from one size to
+    the next.
+    """
+    found = []
+    for name, family in scaling_series(facts).items():
+        # The groups are sorted by speed: the fastest of each size counts.
+        groups = {row["world"]: row["group"] for row in reversed(family)}
+        found += _losses_of(facts, f"{name.partition(',')[0]} scaling", "devices", "tokens_per_second", groups)
+    for members in _by_length(facts).values():
+        # FLOPs and not tokens a second: a token of a longer sequence takes more FLOPs.
+        lengths = {group.rows[0]["seq_len"]: group for group in reversed(members)}
+        found += _losses_of(facts, "FLOP/s", "tokens", "tflops", lengths)
+    return found
+
+
+def _losses_of(facts: Facts, what: str, unit: str, column: str, groups: Mapping[int, RecipeRuns]) -> list[str]:
+    sizes = {}
+    for size, group in sorted(groups.items()):
+        figure, speed, band = group.typical(column), group.typical("tokens_per_second"), facts.bands.get(group.label)
+        if figure and speed and band:
+            sizes[size] = [end * figure / speed for end in band]
+    steps = []
+    for (size, ends), (larger, others) in itertools.pairwise(sizes.items()):
+        if max(ends[0], others[0]) > min(ends[1], others[1]):
+            steps.append((100 * (sum(others) / sum(ends) - 1), size, larger))
+    if len(sizes) < 3 or not steps:
+        return []
+    dips = [
+        f"{what} is {percent(change)} better on {grouped(larger)} {unit} than on {grouped(size)}"
+        for change, size, larger in steps
+        if change > 0
+    ]
+    change, size, larger = min(steps)
+    return dips or [f"{what} loses most from {grouped(size)} to {grouped(larger)} {unit}: {percent(change)}"]
 
 
 def _stack(facts: Facts) -> list[Section]:
@@ -152,15 +198,21 @@ def _whole(speed: float | None) -> float | None:
     return round(speed) if speed is not None and speed >= 100 else speed
 
 
-def _context(facts: Facts) -> list[Section]:
+def _by_length(facts: Facts) -> dict[str, list[RecipeRuns]]:
+    """Recipes that differ in the length of sequences, and what follows it; by what else they have."""
     compared = [group for group in facts.groups if not group.is_control and group.rows[0]["seq_len"]]
-    if len({group.rows[0]["seq_len"] for group in compared}) < 2:
-        return []
+    series: dict[str, list[RecipeRuns]] = {}
+    if len({group.rows[0]["seq_len"] for group in compared}) > 1:
+        for group in compared:
+            series.setdefault(", ".join([f"{group.world} devices", *_words(group)]), []).append(group)
+    return series
+
+
+def _context(facts: Facts) -> list[Section]:
+    series = _by_length(facts)
+    compared = [group for members in series.values() for group in members]
     if not any(group.typical("tokens_per_second") for group in compared):
         return []
-    series: dict[str, list[RecipeRuns]] = {}
-    for group in compared:
-        series.setdefault(", ".join([f"{group.world} devices", *_words(group)]), []).append(group)
 
     def panel(column: str, label: str, bands: Mapping[str, tuple[float, float]]) -> growth.GrowthPanel:
         points = {

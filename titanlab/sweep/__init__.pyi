@@ -26,6 +26,7 @@ from .ranking import COLUMN_OF as COLUMN_OF
 from .ranking import SweepRanking as SweepRanking
 from .ranking import drift_lines as drift_lines
 from .ranking import notes_of as notes_of
+from .ranking import percent as percent
 from .ranking import rank as rank
 from .ranking import ranking_lines as ranking_lines
 from .ranking import sentence_of as sentence_of
