@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import _logging_as_before, _quick_collection  # noqa: F401
+from tests.cli.conftest import _logging_as_before  # noqa: F401
 from tests.docs.given import write_all
 from tests.docs.reader import Reader
 
