@@ -319,6 +319,7 @@ cluster=cpu --runs runs ⇒ --runs=runs: goes with --calibrate; add --calibrate
 --calibrate layouts --out cluster/h100.yaml ⇒ --out=cluster/h100.yaml: has the name of a cluster that comes with titanlab, and cluster=h100 would choose that one; try cluster/my_h100.yaml
 --calibrate layouts --out /proc/cluster/cores.yaml ⇒ --out=/proc/cluster/cores.yaml: cannot be written: No such file or directory; choose another folder, or make room
 --calibrate layouts --out conf/cluster/own.yaml ⇒ --out=conf/cluster/own.yaml: is a file that titanlab has not written; give another name
+--calibrate layouts --json ⇒ --json=true: goes with a plan of many layouts or --explain or --trace; leave it out
 --calibrate layouts --top 3 ⇒ --top=3: goes with a plan of many layouts; leave it out
 --measure --trace ⇒ --trace=true: excludes --measure; leave one out
 --measure --explain ⇒ --explain=true: excludes --measure; leave one out

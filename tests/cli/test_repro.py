@@ -146,6 +146,14 @@ def test_a_patch_that_leaves_the_repository_is_refused(made, call, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_patch_of_which_a_part_does_not_fit_is_named_and_left_out_whole(made, call, tmp_path):
+    run = made("value = 2\n")
+    (run.attempt_folder(1) / "code.patch").write_text(PATCH + PATCH.replace("code.py", "other.py"))
+    code, _, err = call(run)
+    assert (code, (tmp_path / "out" / "titanlab" / "code.py").read_text()) == (1, "value = 1\n")
+    assert err.startswith("warning: code.patch does not fit the commit (")
+
+
 def test_what_differs_from_now_is_listed(made, call):
     run = made()
     env = json.loads((run.path / "env.json").read_text())

@@ -213,6 +213,10 @@ def test_a_position_that_no_stream_saves_is_one_error(config):
     for missing in ("samples", "parts", "seq_len", "fingerprint", "streams"):
         with pytest.raises(DamagedPosition, match=rf"^data\.{missing}=null: must "):
             global_steps(config, ranks=1, steps=1, state={key: state[key] for key in state if key != missing})
+    # Without its place in the dataset, a stream would begin again with the first document.
+    del state["parts"]["0"]["position"]["dataset"]
+    with pytest.raises(DamagedPosition, match=r"^data\.parts\.0\.position\.dataset="):
+        global_steps(config, ranks=1, steps=1, state=state)
 
 
 def test_an_offset_beyond_its_document_is_refused_before_the_first_step(config):

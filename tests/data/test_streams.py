@@ -179,7 +179,11 @@ def test_a_value_of_another_type_is_damage(value):
         check_state({"samples": 0, "seed": value}, seed=3)
 
 
-@pytest.mark.parametrize("value", [None, "3", 3.0, True, -1])
+@pytest.mark.parametrize("value", [None, "3", 3.0, True, -1, 2**62])
 def test_samples_are_a_count(value):
     with pytest.raises(DamagedPosition, match=r"^data\.samples=.*: must be what a stream saves"):
         check_state({"samples": value})
+
+
+def test_any_seed_of_a_recipe_is_taken():
+    check_state({"samples": 0, "seed": 2**63 - 1}, seed=2**63 - 1)

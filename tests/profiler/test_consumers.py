@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,6 +35,14 @@ class Fails(nn.Module):
 
     def forward(self, error):
         raise error
+
+
+def test_a_fake_tensor_of_the_compiler_holds_nothing():
+    before = consumers()
+    with FakeTensorMode():
+        fake = nn.Linear(1024, 1024)
+    assert isinstance(fake.weight, FakeTensor)
+    assert consumers() == before
 
 
 @pytest.mark.parametrize(

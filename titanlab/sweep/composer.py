@@ -91,6 +91,14 @@ class Composer:
                 raise self._made[key]
         return Recipe(**{name: self._made[key] for name, key in keys.items()})
 
+    def plain_value(self, point: Values, key: str) -> Any:
+        """A point's value of a key, before the recipe is made and checked; None: there is none, or nothing composes."""
+        with contextlib.suppress(ConfigError, OmegaConfBaseException):
+            config, composed = self._config(point)
+            with self._loader.answers_hydra(composed):
+                return OmegaConf.select(config, key)
+        return None
+
     def _whole_recipe(self, point: Values) -> Recipe:
         """The recipe of a point, from a config that is not shared with other points."""
         with composition_errors(self._loader.overrides_of(point)):

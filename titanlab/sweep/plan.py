@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titanlab.costs import AUTO
 from titanlab.data import source
 from titanlab.distributed import this_host
 from titanlab.errors import ConfigError
@@ -315,7 +316,15 @@ class Checks:
             if composer.is_group(key):
                 with _stage("composition"):
                     return composer.option(point, key)
-            value: Any = composed()[1]
+            try:
+                value: Any = composed()[1]
+            except Unfit as unfit:
+                # The condition may exclude the values that are wrong. Values that are open need the recipe.
+                value = composer.plain_value(point, key)
+                is_of_layout = key.partition(".")[0] in ("world", "parallelism")
+                if value in (None, AUTO) or (unfit.stage == "layout" and is_of_layout):
+                    raise
+                return value
             for part in key.split("."):
                 if not hasattr(value, part):
                     raise KeyError(key)

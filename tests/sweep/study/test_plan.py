@@ -138,6 +138,23 @@ def test_a_value_of_some_options_only_drops_the_others(tmp_path):
     assert "it belongs to another ac: try ac=selective_layer" in found.dropped[0].reason
 
 
+def test_a_condition_excludes_values_that_do_not_fit_together(tmp_path):
+    swept, condition = {"model.heads": [2, 4], "model.kv_heads": [2, 4]}, "model.heads % model.kv_heads == 0"
+    # Any other point that cannot run is an error here, as for `train -m`.
+    found = plan_study(write_sweep(tmp_path, sweep_text({"product": swept}, node={"where": [condition]})), whole=True)
+    assert labels(found) == ["heads2-kv_heads2", "heads4-kv_heads2", "heads4-kv_heads4"]
+    assert dropped(found) == [("heads2-kv_heads4", "where", condition)]
+
+
+def test_a_condition_excludes_degrees_that_do_not_make_their_world(tmp_path):
+    swept, node = {"world": [1, 2], "seed": [0, 1]}, {"where": ["seed == 0 and world == 1"]}
+    found = plan(*write_sweep(tmp_path, sweep_text({"product": swept}, node=node)))
+    assert labels(found) == ["world1-seed0"]
+    stages = [(label, stage) for label, stage, _ in dropped(found)]
+    # A condition on the world needs a layout.
+    assert stages == [("world1-seed1", "where"), ("world2-seed0", "layout"), ("world2-seed1", "where")]
+
+
 def test_this_host_is_not_looked_at_for_runs_elsewhere(monkeypatch):
     monkeypatch.setattr(studies, "this_host", lambda: pytest.fail("asked this host"))
     found = plan("+recipe=llama3_1_8b_8gpus", "launch=slurm", "cluster=h100", "precision=bf16,float8_tensorwise")

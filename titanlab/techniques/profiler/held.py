@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from titanlab.dtensor import local_part
 from titanlab.techniques.profiler.profilers_schema import ITEM_RANK, ITEMS, REST, item_metric
@@ -79,7 +80,8 @@ def consumers(device: str | None = None) -> dict[str, int]:
             # Some kinds of tensors have no storage.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 local = local_part(value)
-                if not isinstance(local, torch.Tensor) or local.device.type == "meta":
+                # The compiler keeps fake tensors, which name a device and hold nothing there.
+                if not isinstance(local, torch.Tensor) or isinstance(local, FakeTensor) or local.device.type == "meta":
                     continue
                 if device is not None and local.device.type != device:
                     continue
