@@ -124,8 +124,8 @@ def _check(args: Namespace) -> None:
         raise ConfigError(f"--{kind}", given[kind], f"excludes --{others[0]}", "leave one out")
     for name, value in given.items():
         if name not in (kind, "rest", *_TAKES[kind]):
-            owners = [f"--{other}" for other, names in _TAKES.items() if other and name in names]
-            rule = f"goes with {' or '.join(owners) or 'a plan of many layouts'}"
+            owners = [f"--{other}" if other else "a plan of many layouts" for other in _TAKES if name in _TAKES[other]]
+            rule = f"goes with {' or '.join(owners)}"
             raise ConfigError(f"--{name}", value, rule, "leave it out" if kind else f"add {owners[0]}")
     if kind == "calibrate" and args.rest:
         rule = "is not for --calibrate, which takes recipes and cluster from the runs"

@@ -11,6 +11,7 @@ from dataclasses import Field, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Protocol
 
 from titanlab.errors import ConfigError, DamagedPosition
+from titanlab.ranges import MOST_64_BITS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -238,8 +239,10 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
         ConfigError: one of the values differs.
     """
     keys = {"seq_len": "training.seq_len", "seed": "seed", "streams": "data.streams"}
-    for name, value in (*now.items(), ("samples", 0)):
-        as_saved(name, state.get(name), type(value))
+    for name, value in now.items():
+        # A seed may be any number of 63 bits.
+        as_saved(name, state.get(name), type(value), most=MOST_64_BITS)
+    as_saved("samples", state.get("samples"), int)
     for name, value in now.items():
         if state[name] != value:
             rule = f"the checkpoint was made with data of {name} {state[name]}"
@@ -247,8 +250,8 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
             raise ConfigError(keys.get(name, "data"), value, rule, cure)
 
 
-def as_saved(name: str, value: Any, kind: Any) -> Any:
-    """A value of a saved state, which must have the type `kind`; whole numbers are counts.
+def as_saved(name: str, value: Any, kind: Any, *, most: int = 2**62 - 1) -> Any:
+    """A value of a saved state, which must have the type `kind`; whole numbers lie in 0 to `most`.
 
     Raises:
         DamagedPosition: no stream saves such a value.
@@ -257,7 +260,7 @@ def as_saved(name: str, value: Any, kind: Any) -> Any:
     import msgspec
 
     try:
-        return msgspec.convert(value, Annotated[int, msgspec.Meta(ge=0)] if kind is int else kind)
+        return msgspec.convert(value, Annotated[int, msgspec.Meta(ge=0, le=most)] if kind is int else kind)
     except msgspec.ValidationError as error:
         raise damaged(name, value, f"must be what a stream saves ({error})") from error
 

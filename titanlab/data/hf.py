@@ -160,7 +160,8 @@ class StreamDocuments:
             place = f"parts.{number}.position"
             counts = (as_saved(f"{place}.{name}", position.get(name), int) for name in ("epoch", "seen", "kept"))
             self._epoch, self._seen, self._kept = counts
-            state = as_saved(f"{place}.dataset", position.get("dataset"), dict | None)
+            # A text stands for a place that is missing: null is the beginning.
+            state = as_saved(f"{place}.dataset", position.get("dataset", ""), dict | None)
         self._open(state)
 
     def position(self) -> Position:
