@@ -208,7 +208,7 @@ def test_documents_are_as_if_alone(kernel, dtype):
 @pytest.mark.parametrize("name", ["flash", "efficient"])
 def test_kernels_take_documents_one_by_one(name):
     leaves, gradient, exact = packed(torch.bfloat16)
-    rows, kernel, starts = [x.detach() for x in leaves], attention_kernels._KERNELS[name], starts_of(PACKED)
+    rows, kernel, starts = [x.detach() for x in leaves], attention_kernels.KERNELS[name], starts_of(PACKED)
     out, lse = kernel.documents_forward(*rows, starts=starts)
     gradients = kernel.documents_backward(gradient.bfloat16(), *rows, out, lse, starts=starts)
     assert largest_error([out, *gradients], exact) < 2**-6
