@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from titanlab.errors import ConfigError, TitanlabError
@@ -33,7 +33,7 @@ def sync_verb(args: Namespace) -> int:
             if is_rebuilt:
                 _rebuild(run, console)
             elif is_due(run):
-                _tried(run, console, is_due)
+                _tried(run, console, may_be_writing=True)
         if args.tracker is not None:
             config = Wandb() if args.tracker == Wandb.kind else TensorBoard()
             config.check_installed()
@@ -67,7 +67,7 @@ def sync_verb(args: Namespace) -> int:
                 what = "several attempts logged the same steps; their files are merged into one"
                 console.note(f"{run.path.name}: {what}")
             # wandb would keep the older rows.
-            if not is_repeated or _tried(run, console, lambda _: True):
+            if not is_repeated or _tried(run, console):
                 merged.append(run)
         waiting = [files for run in merged if (files := waiting_files(run))]
         console.note(f"uploading {counted(sum(map(len, waiting)), 'file')} of wandb's")
@@ -75,14 +75,15 @@ def sync_verb(args: Namespace) -> int:
     return 0 if len(merged) == len(runs) else 1
 
 
-def _tried(run: RunFolder, console: Console, is_needed: Callable[[RunFolder], bool]) -> bool:
+def _tried(run: RunFolder, console: Console, *, may_be_writing: bool = False) -> bool:
     """Rebuild a run unless it is in progress again or cannot be written: the other runs are uploaded then."""
     try:
-        # A run that has just ended may be writing its files itself.
-        with run.claim(patience_seconds=_WRITING_SECONDS):
-            is_lacking = is_needed(run)
-        if is_lacking:
-            _rebuild(run, console)
+        if may_be_writing:
+            # A run that has just ended writes its files itself.
+            with run.claim(patience_seconds=_WRITING_SECONDS):
+                if not is_due(run):
+                    return True
+        _rebuild(run, console)
     except TitanlabError as error:
         console.warn(f"{run.path.name} is not uploaded: {error}")
         return False
