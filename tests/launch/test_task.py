@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import time
 from dataclasses import asdict, dataclass, replace
 
 import pytest
@@ -188,6 +189,16 @@ def test_one_that_was_put_back_and_whose_dead_start_holds_the_run_goes_back_agai
         assert task._lead(replace(job, submission=replace(submitted, launch={**launch, "max_requeues": 1}))) == code
         assert task._lead(replace(job, signals=[(2, 0.0)])) == code
     assert put_back == ([1] if asked else [])
+
+
+def test_one_that_is_told_to_end_waits_no_longer_for_its_run(jobs, monkeypatch):
+    run = jobs.run(1, launcher="slurm", steps=3)
+    (job,) = ranks_of(run, launcher="slurm", world=1)
+    monkeypatch.setattr(task, "CLAIM_SECONDS", 300.0)
+    begin = time.monotonic()
+    with run.claim():
+        assert task._lead(replace(job, signals=[(15, 0.0)])) == 0
+    assert time.monotonic() - begin < 60
 
 
 def test_the_others_are_told_that_a_run_is_done(jobs, capsys):

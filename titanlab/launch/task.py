@@ -36,6 +36,7 @@ CLAIM_SECONDS = 3.0
 CLAIM_AGAIN_SECONDS = 30.0
 # If the node of the last start is dead, a file server keeps the locks for a lease (90 s on NFS) and a grace period.
 CLAIM_DEAD_SECONDS = 150.0
+_CLAIM_LOOK_SECONDS = 0.2
 # After this time without a result, ranks of a job that survives the loss of a node ask whether rank 0 is lost.
 ALONE_SECONDS = 30.0
 # A rank that was left out ends after this time without a sign of rank 0.
@@ -75,15 +76,14 @@ def _lead(job: Job) -> int:
     goes_on = job.goes_on
     with contextlib.ExitStack() as stack:
         seconds = CLAIM_DEAD_SECONDS if goes_on else CLAIM_AGAIN_SECONDS if job.place.restart else CLAIM_SECONDS
-        try:
-            stack.enter_context(job.run.claim(patience_seconds=seconds))
-        except ConfigError as error:
+        refused = _claimed(job, stack, seconds)
+        if refused is not None:
             why = ", from an earlier start of this job" if goes_on else ": nothing is done twice"
-            say(f"{job.run.path.name} {error.rule}{why}")
+            say(f"{job.run.path.name} {refused}{why}")
             if goes_on and not job.signals:
                 # The earlier start is dead: no other job will continue the run.
                 requeue(job)
-            return _nothing_to_do(job, error.rule, code=OutcomeKind.NODE_FAIL.exit_code if goes_on else 0)
+            return _nothing_to_do(job, refused, code=OutcomeKind.NODE_FAIL.exit_code if goes_on else 0)
         if job.is_done():
             return _nothing_to_do(job, "is done")
         if not job.has_a_task_for_each_rank and (by := job.run.asked_to_cancel()) is not None:
@@ -107,6 +107,21 @@ def _lead(job: Job) -> int:
         has_saved = latest(checkpoints_of(job.run)) != before
         requeue_after(job, outcome, has_saved=has_saved, has_lost_nodes=attempts.has_lost_nodes)
     return _exit_code(outcome)
+
+
+def _claimed(job: Job, stack: contextlib.ExitStack, seconds: float) -> str | None:
+    """Claim the run until the stack closes. Returns who has it, after the wait or a signal; None: this process."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            stack.enter_context(job.run.claim())
+        except ConfigError as error:
+            # A scheduler soon kills a job that it has told to end.
+            if job.signals or time.monotonic() >= end:
+                return error.rule
+            time.sleep(_CLAIM_LOOK_SECONDS)
+        else:
+            return None
 
 
 def _nothing_to_do(job: Job, reason: str, *, code: int = 0) -> int:
