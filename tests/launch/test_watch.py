@@ -18,7 +18,7 @@ from tests.launch.command import alive
 from tests.launch.slurm.printed import submission
 from tests.sweep.jobs import Jobs
 from tests.until import until
-from titanlab.distributed import ALONE, LOG, read_stop, write_stop
+from titanlab.distributed import ALONE, LOG, hang, read_stop, write_stop
 from titanlab.launch import RankProcesses, evidence, launcher_named, processes, watch
 from titanlab.launch.contract import ProcessPlace
 from titanlab.launch.evidence import MemoryKills
@@ -75,6 +75,16 @@ def watched(run, monkeypatch, tmp_path):
         return next((note for note in run.failures(1) if note.rank == 0), None)
 
     return to_end
+
+
+def test_where_ranks_hang_one_of_this_host_that_has_ended_is_not_awaited(run, monkeypatch):
+    monkeypatch.setattr(hang, "ANSWER_SECONDS", 300.0)
+    run.write_failure(Outcome(kind=OutcomeKind.HANG, step=3, rank=1, attempt=1, cause="it waits", echo=True))
+    ranks = [subprocess.Popen(words) for words in (["true"], ["sleep", "600"])]
+    begin = time.monotonic()
+    failed = processes.wait_for(RankProcesses(dict(enumerate(ranks))), run, since=0.0, world=2)
+    assert time.monotonic() - begin < 60
+    assert failed == {0: 0, 1: -signal.SIGKILL}
 
 
 def test_a_worker_has_its_recipe_its_place_and_no_signals_of_the_scheduler(run, watched, tmp_path):

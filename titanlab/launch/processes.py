@@ -371,8 +371,10 @@ def wait_for(
         started.end(signal.SIGKILL, seconds=GRACE_SECONDS)
     elif failed or hangs:
         others = {rank: pid for rank, pid in started.pids.items() if rank not in ended}
-        are_silent = await_notes(run, others, since=since, world=world)
-        if hangs and not are_silent and world not in (None, len(started.pids)):
+        # Of ranks of this host, one that has ended without a note writes none.
+        elsewhere = None if world == len(started.pids) else world
+        are_silent = await_notes(run, others, since=since, world=elsewhere)
+        if hangs and not are_silent and elsewhere is not None:
             # The exit code tells the launcher of other hosts' ranks that this rank hangs.
             started.wait(_LINGER_SECONDS)
         # Ranks that hang save nothing: they get no time to end.
