@@ -428,13 +428,13 @@ def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
 
 
 # The cause in the note of a rank that hangs, or that does not answer.
-_CAUSE = re.compile(r"(.+?): rank \d+ (.+?); (.+)")
+_CAUSE = re.compile(r"(.+?): rank \d+ (.+?)(?:; (.+))?")
 
 
 def _told(note: Outcome) -> Sequence[str]:
     """The event of a note (`step 3 did not end within 600 s`), what the rank does, and the advice."""
     match = _CAUSE.fullmatch(note.cause or "")
-    return ("", note.cause or note.kind.meaning, "") if match is None else match.groups()
+    return ("", note.cause or note.kind.meaning, "") if match is None else match.groups("")
 
 
 def _framed(notes: Collection[Outcome], text: str) -> str:

@@ -239,6 +239,7 @@ def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
 _LOOK_SECONDS = 5.0
 # Stop watching after this time: a run without a job may be on another host, whose processes and locks are not seen.
 _SILENT_SECONDS = 300.0
+_AUTOMATIC = [kind.value for kind in OutcomeKind if kind.automatic]
 
 
 class RunWatch:
@@ -258,7 +259,7 @@ class RunWatch:
             return True, ""
         status = self._run.known_status()
         # A job may put itself back into the queue after an automatic end.
-        if status is not None and status.state == "ended" and not OutcomeKind(status.outcome or "crash").automatic:
+        if status is not None and status.state == "ended" and status.outcome not in _AUTOMATIC:
             return False, f"ended: {status.outcome}"
         if self._clock() >= self._due:
             self._due = self._clock() + _LOOK_SECONDS

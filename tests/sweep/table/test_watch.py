@@ -194,6 +194,9 @@ def test_a_run_that_nobody_submitted(made, monkeypatch):
     assert RunWatch(run).goes_on() == (False, "ended: crash")
     end(run, "walltime")
     assert RunWatch(run).goes_on() == (False, "ended: walltime")
+    # As a later version may write.
+    run.write_status(Status(state="ended", attempt=1, outcome="melted"))
+    assert RunWatch(run).goes_on() == (False, "ended: melted")
 
 
 @pytest.mark.parametrize(
