@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests import tiny
 from tests.planted_schema import Planted
 from tests.pool import RankFailure
 from tests.until import until
-from titanlab.checkpoint import list_checkpoints, read_contents, saving, step_of
+from titanlab.checkpoint import list_checkpoints, loading, read_contents, saving, step_of
 from titanlab.checkpoint.folders import checkpoints
 from titanlab.distributed import ALONE, joined
 from titanlab.errors import ConfigError
@@ -265,7 +266,11 @@ def test_the_last_checkpoint_may_have_the_model_only(only_model):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_generate_reads_a_checkpoint_of_the_model_only(only_model):
     made, run, parameters = only_model
-    module = _load(made, run.checkpoints / "step-00000004", torch.device("cpu"))
+    checkpoint = run.checkpoints / "step-00000004"
+    with patch.object(loading, "BlockReader", wraps=loading.BlockReader) as opened:
+        module = _load(made, checkpoint, torch.device("cpu"))
+    # In a store each opening of a file is a request.
+    assert opened.call_count == len(list(checkpoint.glob("*.safetensors")))
     for name, value in module.named_parameters():
         assert value.dtype == torch.float32
         assert torch.equal(value, parameters[name].bfloat16().float())

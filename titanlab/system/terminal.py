@@ -170,7 +170,6 @@ class Console:
         # The latest progress that has left a line.
         self._kept: Progress | None = None
         self._drawn_at = -float("inf")
-        # Columns of the line that was drawn last; 0: there is none.
         self._is_drawn = False
         # What the run does before its first step, since when, and whether it was said that this takes long.
         self._phase: tuple[str, float] | None = None

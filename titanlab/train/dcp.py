@@ -38,6 +38,7 @@ from titanlab.checkpoint import (
     SavedPosition,
     check_files,
     earlier_hint,
+    load_state,
     position_bytes,
     read_box,
     read_contents,
@@ -324,6 +325,10 @@ class CheckpointSource(WeightsSource):
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         return read_box(self.contents, f"{self.prefix}{name}", offsets, sizes)
+
+    def fill(self, parameters: Mapping[str, Tensor]) -> None:
+        # All at once: a file is opened once, and a block with parts of several parameters is read once.
+        load_state({f"{self.prefix}{name}": parameter for name, parameter in parameters.items()}, self.contents)
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from titanlab.costs import Init
 from titanlab.dtensor import own_box
-from titanlab.train.weights import TensorEntry, WeightsSource
+from titanlab.train.weights import WeightsSource
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -66,14 +66,8 @@ def fill(model: nn.Module, source: WeightsSource, *, without: Collection[str] = 
         source: has the same names and full shapes; a rank reads only its part.
         without: names of parameters that keep their values.
     """
-    for name, parameter in model.named_parameters():
-        plain = plain_name(name)
-        if plain in without or (box := own_box(parameter)) is None or not box[0].numel():
-            continue
-        local, offsets = box
-        for start, sizes in TensorEntry(dtype=source.entries[plain].dtype, shape=tuple(local.shape)).chunks():
-            there = [offset + at for offset, at in zip(offsets, start, strict=True)]
-            local[start[0] : start[0] + sizes[0]].copy_(source.read(plain, there, sizes))
+    named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    source.fill({name: parameter for name, parameter in named.items() if name not in without})
 
 
 def plain_name(name: str) -> str:

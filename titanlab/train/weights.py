@@ -108,6 +108,18 @@ class WeightsSource:
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A box of one parameter, with rows in titanlab's order, on the CPU, in the dtype of the source."""
 
+    def fill(self, parameters: Mapping[str, Tensor]) -> None:
+        """Copy into parameters by their names, in place; of a DTensor only this rank's part is read."""
+        from titanlab.dtensor import own_box
+
+        for name, parameter in parameters.items():
+            if (box := own_box(parameter)) is None or not box[0].numel():
+                continue
+            local, offsets = box
+            for start, sizes in TensorEntry(dtype=self.entries[name].dtype, shape=tuple(local.shape)).chunks():
+                there = [offset + at for offset, at in zip(offsets, start, strict=True)]
+                local[start[0] : start[0] + sizes[0]].copy_(self.read(name, there, sizes))
+
 
 @dataclass(frozen=True, kw_only=True)
 class SafetensorsSource(WeightsSource):
