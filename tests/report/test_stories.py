@@ -163,6 +163,14 @@ def test_growing_sequences_are_speed_and_memory_by_length():
     assert columns == [("tokens_per_second",)] * 3 + [("memory_gib",)] * 3
 
 
+def test_recipes_of_one_length_stand_by_their_speeds():
+    rows, speeds = lengths(precision="bf16"), {1024: 800.0, 2048: 700.0, 4096: 200.0}
+    for row in lengths(precision="float8"):
+        rows.append({**row, "run": f"f8{row['run']}", "tokens_per_second": speeds[row["seq_len"]]})
+    table = stories(*rows)["context"].tables[0]
+    assert [row[3] for row in texts(table)] == ["1,000", "800", "700", "500", "250", "200"]
+
+
 def test_the_first_box_has_speeds_scaling_and_hours(tmp_path):
     facts = facts_of(*scaling(weak=True), folder=tmp_path)
     box = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", html(facts, sections_of(facts), into=tmp_path)))

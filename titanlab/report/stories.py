@@ -213,6 +213,8 @@ def _context(facts: Facts) -> list[Section]:
     compared = [group for members in series.values() for group in members]
     if not any(group.typical("tokens_per_second") for group in compared):
         return []
+    # By length, and then as everywhere: the fastest first.
+    compared.sort(key=lambda group: (group.rows[0]["seq_len"], facts.groups.index(group)))
 
     def panel(column: str, label: str, bands: Mapping[str, tuple[float, float]]) -> growth.GrowthPanel:
         points = {
@@ -229,7 +231,7 @@ def _context(facts: Facts) -> list[Section]:
         panel("memory_gib", "GiB at the peak", {}),
     ]
     rows, clauses = [], []
-    for group in sorted(compared, key=lambda group: group.rows[0]["seq_len"]):
+    for group in compared:
         size, ends = group.rows[0]["seq_len"], _ends(group)
         speed, memory = (_whole(group.typical(panel.column)) for panel in panels)
         rows.append([group.label, size, group.rows[0]["layout.context"], speed, memory, ends])
