@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -197,8 +198,13 @@ def _swept_values(loader: Loader, text: str, override: Override) -> list[Any]:
         cure = f"list some: {key}=0.1,0.2, or range(start,stop,step)"
         raise ConfigError(key, typed, "has infinitely many values", cure)
     try:
-        # Not more values than that are created.
-        values = list(map(plain_value, itertools.islice(override.sweep_iterator(), LIMIT + 1)))
+        swept: Any = override.value()
+        # Hydra would create all values of a range to shuffle them.
+        is_range = isinstance(swept, RangeSweep)
+        known = swept.range() if is_range else override.sweep_iterator()
+        values = list(map(plain_value, itertools.islice(known, LIMIT + 1)))
+        if is_range and swept.shuffle:
+            random.shuffle(values)
     except (HydraException, ArithmeticError, ValueError) as error:
         # A step of 0, or a bound that is not a number, is no HydraException.
         rule = (

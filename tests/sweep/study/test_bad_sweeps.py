@@ -46,6 +46,7 @@ SPACES = [
 # What follows a good file on the command line.
 ARGUMENTS = [
     ("seed=range(0,1000000000)", "seed=range(0,1000000000): has more than 100000 values", "some out"),
+    ("seed=shuffle(range(0,1000000000))", "seed=shuffle(range(0,1000000000)): has more than 100000 values", "some out"),
     ("optimizer.lr=range(1.0,0,-1e-9)", "optimizer.lr=range(1.0,0,-1e-9): has more than 100000 values", ""),
     ("seed=range(0,10,0)", "seed=range(0,10,0): has infinitely many values", "list the values"),
     ("training.global_batch=-1", "training.global_batch=-1: must be at least 1", ""),
