@@ -169,16 +169,19 @@ def test_the_patch_makes_the_commit_this_code(package, tmp_path):
     (package / "empty.py").write_text("")
     (package / "ignored.py").write_text("three = 3\n")
     (package / "data.bin").write_bytes(b"\0\1")
+    (package.parent / "-c.py").write_text("four = 4\n")
     git(package, "add", str(package / "a.py"))
+    # A setting of many people.
+    git(package, "config", "diff.noprefix", "true")
     state = git_state(package)
     assert (state.dirty, state.patch_complete) == (True, True)
-    assert state.untracked == ("pack/b.py", "pack/empty.py")
+    assert state.untracked == ("-c.py", "pack/b.py", "pack/empty.py")
 
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(package.parent), str(clone))
     (tmp_path / "code.patch").write_bytes(state.patch.encode())
     git(clone, "apply", str(tmp_path / "code.patch"))
-    for name in ("a.py", "b.py", "empty.py"):
+    for name in ("a.py", "b.py", "empty.py", "../-c.py"):
         assert (clone / "pack" / name).read_bytes() == (package / name).read_bytes()
     assert git(package, "status", "--porcelain").splitlines()[0] == "M  pack/a.py"  # The person's index is untouched.
 

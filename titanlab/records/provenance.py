@@ -25,6 +25,8 @@ PATCH_LIMIT = 1_000_000
 _UNTRACKED_LIMIT = 100
 _FILE_LIMIT = 200_000
 _TIMEOUT_SECONDS = 5.0
+# As `git apply` takes it, whatever the user's settings say.
+_DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 _CODE_SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".toml")
 
 
@@ -61,7 +63,7 @@ def git_state(package: Path) -> GitState | None:
     branch = _git(root, "symbolic-ref", "--short", "--quiet", "HEAD")
     listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z") or ""
     untracked = tuple(name for name in listed.split("\0") if name.endswith(_CODE_SUFFIXES))
-    changed = _git(root, "diff", "--no-color", "--no-ext-diff", "HEAD") if sha else ""
+    changed = _git(root, *_DIFF, "HEAD") if sha else ""
     patch, is_complete = changed or "", changed is not None and len(untracked) <= _UNTRACKED_LIMIT
     for name in untracked[:_UNTRACKED_LIMIT]:
         if len(patch) <= PATCH_LIMIT:
@@ -88,7 +90,7 @@ def _as_added(root: Path, name: str) -> str | None:
     except OSError:
         return None
     # git exits with 1 where files differ.
-    patch = _git(root, "diff", "--no-color", "--no-ext-diff", "--no-index", os.devnull, name, succeeds=(0, 1))
+    patch = _git(root, *_DIFF, "--no-index", "--", os.devnull, name, succeeds=(0, 1))
     # Bytes that are not UTF-8 became �, and would not be those of the file.
     return None if patch is None or "\nBinary files " in patch or "�" in patch else patch
 
