@@ -413,7 +413,7 @@ def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
 
 def _percent(lead: float, sign: int) -> float:
     """A lead in percent: how much more than the other, or for memory how much less."""
-    return 100 * sign * (_exp(sign * lead) - 1)
+    return 100 * (_exp(lead) - 1) if sign > 0 else 100 * (1 - _exp(-lead))
 
 
 def _exp(value: float) -> float:

@@ -71,6 +71,10 @@ def repeated(recipe, *speeds, **given):
     return [row(recipe, speed, **given) for speed in speeds]
 
 
+def test_equal_memory_is_0_percent_less():
+    assert "(1.00 GiB, 0% less than tp2)" in sentence_of(rank([row(), row("tp2")], by="memory"))
+
+
 def test_two_equal_recipes_are_within_noise():
     ranking = rank([*repeated("dp_s2", 1000.0, 1040.0, 960.0), *repeated("tp2", 990.0, 1030.0, 955.0)])
     assert (ranking.winner, ranking.is_within_noise, ranking.first.label) == (None, True, "dp_s2")
