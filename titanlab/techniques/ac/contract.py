@@ -25,7 +25,7 @@ class ACConfig(OptionConfig, Protocol):
     def treatment(self, number: int) -> object:
         """A value that is equal for blocks that the other methods treat equally.
 
-        Override this method if another method depends on the number in a way that `recomputes` does not show.
+        Override this method if another method depends on the block's number in a way that `recomputes` does not show.
         """
         return self.recomputes(number)
 
@@ -82,7 +82,7 @@ class ActivationCheckpointing(Protocol):
         """Checkpoint blocks of this rank, in place.
 
         Args:
-            blocks: by number in the full model.
+            blocks: the blocks by their number in the full model.
 
         Raises:
             ConfigError: the policy names an operator that does not exist.

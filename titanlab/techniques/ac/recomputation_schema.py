@@ -148,7 +148,7 @@ MATMULS = (
     "aten.baddbmm.default",
     "aten._scaled_mm.default",
 )
-# Operators that models and axes of this package register when they are imported.
+# Operators that titanlab's models and parallelism register when they are imported.
 OWN = (CONTEXT_ATTENTION, GROUPED_PRODUCT, EXCHANGE)
 # Operator → the operator that it replaces, under whose name its result is saved. Tiles replace torch's kernel for short
 # sequences; FlexAttention replaces it for attention within documents.

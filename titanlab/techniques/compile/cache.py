@@ -106,7 +106,7 @@ def publish(folder: Path) -> None:
 
 
 def _link_files(source: Path, target: Path, *, sync: bool = False) -> None:
-    """Link the files of a folder, and of folders inside it, that another folder lacks."""
+    """Hard-link into `target` the files of `source` and of its subfolders that `target` lacks."""
     target.mkdir(mode=0o700, exist_ok=True)
     with os.scandir(source) as entries:
         for entry in entries:

@@ -71,7 +71,7 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     # Otherwise torch splits a block's graph under DDP at the ends of DDP's buckets, which are made for the full model,
     # and refuses checkpointed blocks.
     torch._dynamo.config.optimize_ddp = False
-    # The router's counts become variables of the graph; otherwise reading one would break it.
+    # The router's counts become variables of the graph. Without this, reading a count would break the graph.
     torch._dynamo.config.capture_scalar_outputs = True
     backend: Any = config.backend
     if config.backend == "inductor" and config.mode != "default":

@@ -166,9 +166,9 @@ class TiedOutput(nn.Module):
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate each pair of neighbouring elements by its position's angle, in fp32, and cast back.
 
-    Pairs are (0, 1), (2, 3), … as in Meta's checkpoints, not (0, head_dim/2), … as in Hugging Face's. On a CPU a
-    complex product is five to ten times faster than its real form; torch.compile cannot generate code for complex
-    numbers, but fuses the real form.
+    Pairs are (0, 1), (2, 3), … as in Meta's checkpoints, not (0, head_dim/2), … as in Hugging Face's. On a CPU complex
+    numbers make the rotation five to ten times faster. torch.compile cannot generate code for complex numbers, but
+    fuses the same formula in real numbers.
 
     Args:
         x: [batch, seq, heads, head_dim].

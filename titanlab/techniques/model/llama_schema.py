@@ -514,8 +514,8 @@ def _feed_forward_operations(config: Llama, fed: Activation) -> list[Operation]:
 def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list[Operation]:
     """The operations of a feed-forward of experts.
 
-    A row is one token for one of its experts: `[batch, seq · active, width]` holds the rows of all experts. The numbers
-    of rows are those of all experts together.
+    A row is one token for one of its experts. Rows have the shape `[batch, seq · active, width]`, for all experts
+    together.
     """
     batch, seq_len, dim = fed.shape
     whole, rows = (batch, seq_len), (batch, seq_len * experts.active)
@@ -548,7 +548,7 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
     theirs = like(counts, "theirs", shape=(experts.count,))
 
     def exchange(name: str, moved: Activation, keeps: Activation, *results: Activation) -> Operation:
-        """Sends rows to other ranks, and sorts them before or after that; `results`: what the transfers return."""
+        """An operation that sends rows to other ranks, and sorts them before or after; `results`: of the transfers."""
         in_order = like(moved, f"{name}.sorted", with_experts="only")
         return Operation(
             name=f"feed_forward.{name}",
@@ -665,7 +665,7 @@ def _pointwise(
     first: tuple[Operator, ...] = (),
     later: tuple[Operator, ...] = (),
 ) -> Operation:
-    """Only moves its result's bytes, `passes` times; `first`, `later`: the operators before and after `operator`."""
+    """An operation that moves its result's bytes `passes` times; `first`, `later`: operators around `operator`."""
     return Operation(
         name=name or result.name,
         kind="pointwise",

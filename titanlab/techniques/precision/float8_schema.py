@@ -293,7 +293,7 @@ class Float8Rowwise(Float8):
     kind: str = "float8_rowwise"
 
     recipe: ClassVar[str] = "rowwise"
-    # Each operand is scaled by row for one product and by column for another: each time read 2, read 2, write 1.
+    # cast_bytes: each operand is scaled by row for one product, by column for another: read 2, read 2, write 1 each.
     # For gradients torchao turns fast accumulation off: it then multiplies without scales, and scales the result.
     product: ClassVar[ProductFormat] = _E4M3(cast_bytes=10.0, cast_kernels=4, scales_gradients=True)
 
@@ -327,7 +327,7 @@ class Mxfp8(Float8):
     layer_class: ClassVar[str] = "titanlab.techniques.precision.float8.Mxfp8Linear"
     emulates_on_gpu: ClassVar[bool] = False
     splits_products: ClassVar[bool] = False
-    # Scales along both dims of an operand: each time read 2 and write 1, and the scales.
+    # cast_bytes: each operand is cast with scales along each of its two dims: each time read 2, write 1, plus scales.
     product: ClassVar[ProductFormat] = _E4M3(cast_bytes=6.1, cast_kernels=2)
 
     def check(self, setting: Setting) -> None:

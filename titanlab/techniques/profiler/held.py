@@ -53,7 +53,7 @@ def peak_resident_bytes() -> int:
 
 def forget_peak() -> None:
     """Give unused memory back, and let the peak of resident memory begin anew. Only Linux with glibc can do this."""
-    # AttributeError: another C library.
+    # AttributeError: a C library other than glibc lacks malloc_trim.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

@@ -117,7 +117,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Sampler:
-    """Finds the peaks of memory by phase, and by layer and pass; a thread samples, and so does each change of these.
+    """Peaks of memory by phase, and by layer and pass. A thread samples, and so does each change of phase or layer.
 
     A layer's backward lasts from its output's gradient to that of the layer that comes next, or to the phase's end.
     """

@@ -163,7 +163,7 @@ def _of_host(config: Rates, device: torch.device) -> dict[str, float]:
         plain = layer_seconds(linears())
         figures = {names.HOST: plain / _LAYER_KERNELS}
         if dist.is_initialized():
-            # Imported here: it takes a second. Each group has one rank, so that no network time counts.
+            # Imported here, because the import takes a second. Each group has one rank, so that no network time counts.
             from torch.distributed.fsdp import fully_shard
 
             mesh = DeviceMesh.from_group(dist.new_subgroups(group_size=1)[0], device.type)

@@ -292,7 +292,7 @@ _OPERATORS, _SHOWN = 10, 3
 
 
 class TraceProfiler(WindowsProfiler):
-    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window; the file of a cut window has fewer steps.
+    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window; a window that is cut short has fewer steps.
 
     `….operators.csv` beside it lists the operators, the costliest first; rank 0 reports the first of them.
     """

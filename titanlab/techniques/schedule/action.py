@@ -155,7 +155,7 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
     span = 1 + max((action.microbatch for order in orders for action in order), default=0)
     # For each kind of result: at index stage · span + microbatch, the number of the action that made it.
     made: dict[Kind, list[int | None]] = {kind: [None] * (stages * span) for kind in Kind}
-    # For each kind and stage: the lists with the results that an action needs, and the offset to its own index.
+    # For each kind and stage: the lists of results that an action needs, and the offset of each from the own index.
     sources = {
         kind: [
             [(made[result], step * span) for result, step in _NEEDS[kind] if 0 <= stage + step < stages]

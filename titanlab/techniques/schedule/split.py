@@ -23,8 +23,8 @@ def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> l
     """The first piece of every stage, such that the pipeline is balanced.
 
     Minimises the largest load of a rank, and then the largest stage, for which the load may grow by `SLACK`; every
-    stage has at least one piece. The result is exact for one stage per rank, and for several if the searches end within
-    `PATIENCE`, as they do for models with equal blocks.
+    stage has at least one piece. The result is optimal for one stage per rank, and for several if the searches end
+    within `PATIENCE`, as they do for models with equal blocks.
 
     Args:
         costs: of every piece, in the order of the forward pass; none is negative.
@@ -76,7 +76,7 @@ def _worst(first: Sequence[int], costs: Sequence[float], placement: Sequence[int
 def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
     """The cuts that make the largest stage as small as possible and, among such cuts, the sum of squared costs least.
 
-    By dynamic programming from the last stage on, over stages of at most the smallest possible size.
+    Dynamic programming from the last stage on; no stage may be larger than the least possible largest stage.
     """
     sums, pieces = [0.0, *accumulate(costs)], len(costs)
     width = _least_width(sums, stages) * (1 + ROUNDING)
@@ -124,7 +124,7 @@ def _least_width(sums: Sequence[float], stages: int) -> float:
 
 
 def _fits(sums: Sequence[float], stages: int, width: float) -> bool:
-    """Whether so many stages of at most this cost can hold all pieces; fewer stages do, as a stage can be cut again."""
+    """Whether `stages` stages of at most this cost can hold all pieces; fewer may do, as a stage can be cut again."""
     begin, pieces = 0, len(sums) - 1
     for _ in range(stages):
         begin = max(begin, bisect_right(sums, sums[begin] + width) - 1)

@@ -54,7 +54,7 @@ _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "di
 
 
 def resolve_mode(config: Wandb, environ: Mapping[str, str]) -> str:
-    """`online`, `offline`, `at_end` or `off`."""
+    """The mode in which wandb runs: `online`, `offline`, `at_end` or `off`."""
     mode = config.mode
     if mode == "auto":
         mode = _ENV_MODES.get(environ.get("WANDB_MODE", ""), "online")
