@@ -95,7 +95,7 @@ class ModelConfig(OptionConfig, Protocol):
         """The builder of the modules. May import torch."""
 
     def reduced(self, sizes: ReducedSizes) -> ModelConfig | None:
-        """A small copy of the model for proofs and rehearsals; None: they train the model itself, which must be small."""
+        """A small copy for proofs and rehearsals; None: they train the model itself, which must be small."""
         return None
 
     @classmethod
