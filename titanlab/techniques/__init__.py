@@ -1,1 +1,1 @@
-"""Techniques by config group. A folder has a contract, and for each family a torch-free file and one that computes."""
+"""Techniques, a folder for each config group: a contract and, per family, a torch-free file and one that computes."""

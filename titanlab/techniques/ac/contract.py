@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ACConfig(OptionConfig, Protocol):
-    """Config of a policy. A dataclass that inherits from it must define `kind`.
+    """Config of a policy of activation checkpointing. A dataclass that inherits from this class must define `kind`.
 
     Blocks are numbered in the full model, not in a pipeline stage. By default no block is recomputed.
     """
@@ -25,7 +25,7 @@ class ACConfig(OptionConfig, Protocol):
     def treatment(self, number: int) -> object:
         """A value that is equal for blocks that the other methods treat equally.
 
-        Override this method if another method depends on the number in a way that `recomputes` does not show.
+        Override this method if another method depends on the block's number in a way that `recomputes` does not show.
         """
         return self.recomputes(number)
 
@@ -36,7 +36,7 @@ class ACConfig(OptionConfig, Protocol):
     def recomputed(self, block: Sequence[Operation], *, number: int) -> tuple[str, ...]:
         """Names of the operations of block `number` that run again in the backward pass.
 
-        torch stops a recomputation once it has the inputs of the last operation that keeps any
+        torch stops a recomputation once it has the inputs of the last operation that keeps inputs
         (`torch.utils.checkpoint`, early stop), so that operation and those after it do not run again.
         """
         return needed_again(block) if self.recomputes(number) else ()
@@ -50,11 +50,11 @@ class ACConfig(OptionConfig, Protocol):
         return None
 
     def describe(self) -> str:
-        """The text for the table at the start; empty: the table has no such row."""
+        """The policy's text in the table at a run's start; empty: the table has no row for it."""
         return self.kind
 
     def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
-        """The same policy for a model with as few as two blocks, in proofs and rehearsals; by default this one.
+        """This policy for the small copy, of two or more blocks, that proofs and rehearsals train; by default this one.
 
         Args:
             note: is called with each difference, in one line.
@@ -62,7 +62,7 @@ class ACConfig(OptionConfig, Protocol):
         return self
 
     def implementation(self) -> ActivationCheckpointing:
-        """By default the blocks that `recomputes` chooses are recomputed completely."""
+        """The implementation; by default it recomputes completely the blocks that `recomputes` chooses."""
         from titanlab.techniques.ac.recomputation import WholeBlocks
 
         return WholeBlocks(self)
@@ -75,14 +75,14 @@ def needed_again(block: Sequence[Operation]) -> tuple[str, ...]:
 
 
 class ActivationCheckpointing(Protocol):
-    """Implementation of a policy."""
+    """Applies a policy to a model's blocks."""
 
     @abstractmethod
     def apply(self, blocks: Mapping[int, nn.Module]) -> None:
         """Checkpoint blocks of this rank, in place.
 
         Args:
-            blocks: by number in the full model.
+            blocks: the blocks by their number in the full model.
 
         Raises:
             ConfigError: the policy names an operator that does not exist.

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.ac.recomputation_schema import MATMULS, SAME, SelectiveOp
 
-# Attributes of a block. With torch.compile their values may differ between blocks, but not their names.
+# Attributes of a recomputed block. With torch.compile their values may differ between blocks, but not their names.
 _CONTEXTS = "checkpoint_contexts"
 _FORWARD = "forward_once"
 
@@ -83,7 +83,7 @@ def _once(block: nn.Module) -> Callable[..., Any]:
 
 
 class SelectedOperators:
-    """Every block keeps its input and the results of the chosen operators."""
+    """Lets every block keep its input and the results of the chosen operators, and recompute the rest."""
 
     def __init__(self, config: SelectiveOp) -> None:
         self._config = config

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from titanlab.techniques.ac.recomputation import SelectedOperators
 
 
-# Blocks of the smallest reduced model.
+# Number of blocks of the smallest model that proofs train.
 _LEAST_BLOCKS = 2
 
 
@@ -117,10 +117,10 @@ class MemoryBudget(ACConfig):
             raise ConfigError("ac.budget", self.budget, "must lie between 0 and 1", cure)
 
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
-        """An upper bound.
+        """An upper bound of the bytes that a block keeps.
 
-        The compiler applies the budget to the bytes between a block's input and the activations that make it fastest,
-        which are fewer than autograd keeps without a compiler; the choice of tensors depends on its version.
+        The compiler applies the budget to the bytes between a block's input and the activations that make the block
+        fastest. Autograd keeps more than these without a compiler. The choice of tensors depends on torch's version.
         """
         least, most = share.bytes_of([block_input(block)]), share.bytes_of(kept_activations(block))
         return round(least + self.budget * (most - least))
@@ -148,10 +148,10 @@ MATMULS = (
     "aten.baddbmm.default",
     "aten._scaled_mm.default",
 )
-# Operators that models and axes of this package register when they are imported.
+# Operators that titanlab's models and parallelism register when they are imported.
 OWN = (CONTEXT_ATTENTION, GROUPED_PRODUCT, EXCHANGE)
-# Operator → operators that replace it and are saved under the same rule: tiles call torch's kernel several times for
-# short sequences; FlexAttention replaces it for attention within documents.
+# Operator → the operator that it replaces, under whose name its result is saved. Tiles replace torch's kernel for short
+# sequences; FlexAttention replaces it for attention within documents.
 SAME = {
     "titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flex_attention": "aten._scaled_dot_product_flash_attention.default",
@@ -210,7 +210,7 @@ class SelectiveOp(ACConfig):
         return share.bytes_of(activations)
 
     def recomputed(self, block: Sequence[Operation], *, number: int) -> tuple[str, ...]:
-        """The operations without a saved result; an operation runs again if it has no operator that is saved."""
+        """Names of the operations that run again: those that have no operator whose result is saved."""
         saved = {id(operator) for operator in self._saved_operators(block)}
         kept = {operation.name for operation in block if any(id(operator) in saved for operator in operation.operators)}
         return tuple(name for name in needed_again(block) if name not in kept)

@@ -1,7 +1,7 @@
 """Inductor's cache, and the folder in which the ranks of an attempt on one host compile.
 
 In torch 2.11 to 2.13 the compiler writes files under their final names (`CppBuilder.build`): a killed compiler leaves a
-part of a file, which later processes load. Compile in the cache itself when torch writes to another name and renames.
+part of a file, which later processes load. When torch writes under another name and renames, compile in the cache.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 from titanlab.errors import ConfigError
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-# torch always keeps precompiled headers in its default folder. Another user who makes that folder first could put code
-# into this user's libraries.
+# No precompiled headers: torch always keeps them in its default folder. Another user who makes that folder first could
+# put code into this user's libraries.
 ENVIRONMENT = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 ATTEMPTS = "attempts"
-# Locks belong to an attempt. Triton's records hold absolute paths; inductor's graphs contain the kernels themselves.
+# Locks belong to one attempt. Triton's records hold absolute paths, and inductor's graphs contain the kernels anyway.
 _NOT_LINKED = (ATTEMPTS, "locks", "triton")
 
 
 def default_folder(other: Callable[[], Path]) -> Path:
-    """A cache folder that no other user can enter: its files are executed.
+    """A cache folder that no other user can enter, because processes execute its files.
 
     It is not in the home folder, which hosts may share: the generated code is for this host's processor, and a local
     disk supports locks.
@@ -40,19 +40,19 @@ def default_folder(other: Callable[[], Path]) -> Path:
     with contextlib.suppress(ConfigError):
         if _make_private(folder := other() / "inductor"):
             return folder
-    # Not torch's default: anybody can make the folder of that name.
+    # Not torch's default folder: another user could make a folder of that name first.
     return Path(tempfile.mkdtemp(prefix="titanlab-compile-"))
 
 
 def own_folder() -> Path:
-    """The folder of this user's caches on this host, which need not exist."""
+    """The folder for this user's caches on this host; it may not exist yet."""
     return Path(tempfile.gettempdir()) / f"titanlab-{os.getuid()}"
 
 
 def _make_private(folder: Path) -> bool:
     """Make a folder that only this user can enter; False if it is a link, or if another user could have written there.
 
-    With a umask of 002 torch makes folders inside it that a group can write to, so this folder must keep others out.
+    With a umask of 002 torch makes subfolders that a group can write to, so this folder must keep others out.
     """
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -100,13 +100,13 @@ def attempt_folder(cache: Path, name: str) -> Iterator[Path]:
 def publish(folder: Path) -> None:
     """Add an attempt's new files to the cache. No rank of the attempt may be compiling.
 
-    Each file appears there at once and complete, also after a power cut.
+    Each file appears in the cache at once and complete, also after a power cut.
     """
     _link_files(folder, folder.parent.parent, sync=True)
 
 
 def _link_files(source: Path, target: Path, *, sync: bool = False) -> None:
-    """Link the files of a folder, and of folders inside it, that another folder lacks."""
+    """Hard-link into `target` the files of `source` and of its subfolders that `target` lacks."""
     target.mkdir(mode=0o700, exist_ok=True)
     with os.scandir(source) as entries:
         for entry in entries:

@@ -65,13 +65,13 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     put_states_before_objects()
     for advice in _ADVICE:
         warnings.filterwarnings("ignore", message=advice, category=UserWarning)
-    # Otherwise torch would try the compilations for an earlier model of this process first, and count them against its
-    # limit of compilations of a function.
+    # Forget the compilations for an earlier model of this process: torch would try them first, and count them against
+    # its limit of compilations of a function.
     torch._dynamo.reset_code(getattr(function, "__func__", function).__code__)
     # Otherwise torch splits a block's graph under DDP at the ends of DDP's buckets, which are made for the full model,
     # and refuses checkpointed blocks.
     torch._dynamo.config.optimize_ddp = False
-    # The router's counts become variables of the graph; otherwise reading one would break it.
+    # The router's counts become variables of the graph. Without this, reading a count would break the graph.
     torch._dynamo.config.capture_scalar_outputs = True
     backend: Any = config.backend
     if config.backend == "inductor" and config.mode != "default":
@@ -112,7 +112,7 @@ class FusionCheck:
         self._before = set(map(id, _generated()))
 
     def check_fused(self, gather: Callable[[int], list[int]]) -> None:
-        """Raise ConfigError on every rank if one has fused no product. All call this together, after the first step.
+        """Raise ConfigError on every rank if a rank fused no product. All ranks call this after the first step.
 
         `gather` takes this rank's number of calls of fused operators and returns those of all ranks.
         """
@@ -155,7 +155,7 @@ def put_states_before_objects() -> None:
     @functools.wraps(original)
     def functionalize(joint: Any, forward: Any, backward: Any, sizes: int) -> Any:
         objects = sum(map(is_object, forward.graph.output_node().all_input_nodes))
-        # Outputs end with objects and then sizes; torch uses this argument only as the place to insert states.
+        # Outputs end with objects, then sizes; torch uses this argument only as the place at which to insert states.
         forward, backward = original(joint, forward, backward, sizes + objects)
         inputs = list(backward.graph.find_nodes(op="placeholder"))
         first = next((node for node in inputs if is_object(node)), None)
@@ -173,8 +173,8 @@ def put_states_before_objects() -> None:
 class GraphMemory:
     """Marks where microbatches begin, and copies results that outlive them; without CUDA graphs it does nothing.
 
-    torch keeps one generation of results. Without these marks it takes the end of one block's backward for the end of a
-    step, and frees tensors that the backwards of other blocks still need.
+    torch keeps the results of CUDA graphs only until the next step begins. Without these marks it takes the end of one
+    block's backward for the end of a step, and frees tensors that the backwards of other blocks still need.
 
     Args:
         records: whether parts of the model are recorded as CUDA graphs.
@@ -189,11 +189,11 @@ class GraphMemory:
             torch.compiler.cudagraph_mark_step_begin()
 
     def kept(self, result: torch.Tensor) -> torch.Tensor:
-        """A result that outlives its microbatch."""
+        """The result, or a copy of it, that may be used after its microbatch."""
         return result.clone() if self._records else result
 
     def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Called after the first of several microbatches: the gradients of the others are added to its gradients."""
+        """Copy gradients, after the first of several microbatches: those of the later ones are added to them."""
         if self._records:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -202,7 +202,7 @@ class GraphMemory:
 
 @dataclass(frozen=True)
 class Budgeted:
-    """A backend that keeps at most a share of a graph's activations and recomputes the others.
+    """A compiler backend that keeps at most a share of a graph's activations and recomputes the others.
 
     torch's budget is a setting of the process; here it applies only while this graph is split into forward and
     backward. torch compares backends to reuse compilations, so instances with the same budget must compare equal.
@@ -228,7 +228,7 @@ class Budgeted:
             return lookup_backend(self.name)(graph, inputs, **patches)
 
 
-# torch and torchao compile functions such as an optimizer's update once for each shape of a parameter.
+# torch and torchao compile, for example, an optimizer's update once for each shape of a parameter: no surprise.
 _OWN = {"torch", "torchao"}
 
 SECONDS = "compile/seconds"
@@ -236,7 +236,7 @@ RECOMPILATIONS = "compile/recompilations"
 
 
 class Watch:
-    """Reads torch's records of compilations since it was made, and reports them.
+    """Reports the compilations that torch has recorded since this object was made.
 
     The first compilation of a function is expected, and so is one more when it is first called without gradients, as in
     validation. Any other compilation is a surprise: it costs seconds, and may happen in every step.
@@ -255,7 +255,7 @@ class Watch:
         warn: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._active, self._note, self._warn = active, note, warn
-        # (file, first line, whether in a validation).
+        # The functions that were compiled: (file, first line, whether in a validation).
         self._known: set[tuple[str, int, bool]] = set()
         self._last: Any = None
         self._seconds, self._surprises = 0.0, 0
@@ -296,12 +296,12 @@ class Watch:
         return seconds
 
     def _new(self) -> list[Any]:
-        """Records since the last call. It does nothing until torch's compiler is imported."""
+        """Torch's records since the last call; none until torch's compiler is imported."""
         if "torch._dynamo.utils" not in sys.modules:
             return []
         from torch._dynamo import utils
 
-        # torch keeps 64 by default; a first step may have more.
+        # torch keeps 64 records by default; a first step may have more.
         utils.set_compilation_metrics_limit(4096)
         records = list(utils.get_compilation_metrics())
         known = next((place for place, record in enumerate(records, 1) if record is self._last), 0)
@@ -310,7 +310,7 @@ class Watch:
 
 
 def _union(spans: Iterable[tuple[int | None, int | None]]) -> int:
-    """Length of the union of spans: a backward may be compiled within a forward's span."""
+    """Total length of spans, overlaps counted once: a backward may be compiled within a forward's span."""
     total, end = 0, 0
     for start, stop in sorted((start, stop) for start, stop in spans if start is not None and stop is not None):
         total += max(0, stop - max(start, end))

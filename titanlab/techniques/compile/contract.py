@@ -25,11 +25,11 @@ class Compiler(Protocol):
         """Compile the forward pass of each block, in place.
 
         Args:
-            async_group: AsyncTP: a product and the neighbouring collective of this group become one operator of
-                symmetric memory, which computes on one piece while it sends another.
+            async_group: for AsyncTP: a product and the neighbouring collective of this group become one operator of
+                symmetric memory, which computes one piece while it sends another. None: they stay separate.
             memory_budget: share of a block's activations that is kept between forward and backward; None: the
-                backend's choice.
+                backend decides.
         """
 
     def compile_loss(self, function: F) -> F:
-        """The loss function, or a part of it, compiled."""
+        """Return the loss function, or a part of it, compiled."""

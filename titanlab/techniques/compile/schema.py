@@ -52,7 +52,7 @@ class Compile:
 
     @property
     def fuses_blocks(self) -> bool:
-        """Whether neighbouring operations of a block that memory bandwidth bounds become one kernel."""
+        """Whether the compiler fuses neighbouring memory-bound operations of a block into one kernel."""
         return self.blocks and self.backend == "inductor"
 
     @property

@@ -1,1 +1,1 @@
-"""Models: what they compute, their schemas, and their accounts."""
+"""Models: their modules, their configs, and what they declare about parameters and costs."""

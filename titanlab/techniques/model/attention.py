@@ -1,13 +1,13 @@
-"""Causal attention with the kernel that a model's config names, within the documents of packed sequences too.
+"""Causal attention with the kernel that a model's config names, also within the documents of packed sequences.
 
-Sequences are packed: a row attends to the keys from its document's first token up to itself. `starts` [batch, seq]
-int64 is the place in the sequence of the first token of each token's document.
+A packed sequence holds several documents; a query attends to the keys from its document's first token up to itself.
+`starts` [batch, seq] int64 has for each token the place in the sequence of the first token of its document.
 
-On a CPU a sequence, or each document, is cut into tiles of queries, each of which meets only the keys up to the tile's
-end; several short documents share one tile. torch's CPU kernel skips masked keys in blocks of 512, so that in a short
-sequence it computes nearly the whole square. It is called here once for each tile, by one operator with its own
-backward: activation checkpointing, compilers and counters of FLOPs see one attention, which saves what torch's saves.
-FLOPs count the whole square, as usual.
+On a CPU each sequence (or document) is cut into tiles of queries. A tile computes scores only with the keys up to the
+tile's end; several short documents share one tile. torch's CPU kernel skips masked keys only in blocks of 512, so that
+it computes nearly the whole square of a short sequence's scores. One operator with its own backward calls this kernel
+for each tile: activation checkpointing, compilers and counters of FLOPs see one attention, which saves what torch's
+saves. FLOPs are counted for the whole square, as usual.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLASH3_PACKAGE = "flash_attn_interface"
 """The module that the package of FlashAttention 3 installs, which torch imports."""
 FLASH3_CURE = "install FlashAttention 3 (its folder `hopper`), or try auto"
 _NAME = "FA3"
-# torch 2.11 may lack these functions, and with them the kernel.
+# None if this torch lacks the function (2.11 may): FlashAttention 3 then cannot be used.
 _activate = getattr(attention, "activate_flash_attention_impl", None)
 _known = getattr(attention, "list_flash_attention_impls", None)
 _current = getattr(attention, "current_flash_attention_impl", None)
@@ -42,10 +42,10 @@ _restore = getattr(attention, "restore_flash_attention_impl", None)
 
 
 def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
-    """What this process lacks for FlashAttention 3, and the cure; None: it has all.
+    """Why this process cannot run FlashAttention 3, and the cure; None: it can.
 
     Args:
-        capability: compute capability of the device; None: unknown, and not checked.
+        capability: compute capability of the device; None: unknown, then it is not checked.
     """
     if capability is not None and capability[0] != 9:
         named = ".".join(map(str, capability))
@@ -58,10 +58,10 @@ def flash3_missing(capability: Capability | None) -> tuple[str, str] | None:
 
 
 def choose_flash(kernel: str, capability: Capability) -> bool:
-    """Make torch's flash kernel the one that a model asks for, and return whether it is FlashAttention 3.
+    """Switch torch's flash kernel to the version that a model asks for; return whether that is FlashAttention 3.
 
     FlashAttention 3 (arXiv 2407.08608) registers its kernels for the operators of torch's flash attention, in the whole
-    process: autograd, compilers, checkpointing and context parallelism call the same operators as before.
+    process. Autograd, compilers, checkpointing and context parallelism still call the same operators.
 
     Args:
         kernel: `flash3`; `auto`: FlashAttention 3 if it is installed and was measured as the fastest; or the name of
@@ -102,8 +102,8 @@ PACKAGE = "flash_attn"
 class InnerAttention(nn.Module):
     """softmax(q·kᵀ/√head_dim)·v, causal, for q [batch, heads, seq, head_dim] and k, v with kv_heads.
 
-    It is a separate module so that context parallelism can replace it. With `documents`, rows attend only to their own
-    document.
+    It is a separate module so that context parallelism can replace it. With `documents`, each query attends only to
+    keys of its own document.
 
     Args:
         kernel: `auto`: on a CPU torch's kernel, for short sequences in tiles; on a GPU the fastest kernel that supports
@@ -115,7 +115,7 @@ class InnerAttention(nn.Module):
         super().__init__()
         self.kernel = kernel
         self._backends: Sequence[SDPBackend] = [BACKENDS[kernel]] if kernel in BACKENDS else []
-        # Inputs for which another order of kernels was measured as faster.
+        # Orders of kernels that were measured as fastest for some inputs; `_backends` is for all other inputs.
         self._measured: list[_Measured] = []
         self._package: Callable[..., Any] | None = None
 
@@ -155,7 +155,7 @@ class InnerAttention(nn.Module):
         return self._named(q, k, v, is_causal=True)
 
     def _within(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        """Attention within documents: FlexAttention on a GPU, tiles on a CPU, else a mask of the whole square."""
+        """Attention within documents: FlexAttention (`auto` on a GPU), tiles (`auto` on a CPU), or a full mask."""
         if isinstance(documents, Tensor):
             if not self._backends:
                 output: Tensor = tiled_attention(q, k, v, documents, ROWS_OF_TILE)[0]
@@ -168,10 +168,10 @@ class InnerAttention(nn.Module):
     def _named(self, q: Tensor, k: Tensor, v: Tensor, **mask: Any) -> Tensor:
         backends = self._chosen(q)
         efficient = SDPBackend.EFFICIENT_ATTENTION
-        # The efficient kernel runs if the config names it, or if no other fused kernel supports float32.
+        # The efficient kernel runs if the config names it, or for float32, which no other fused kernel supports.
         repeats = backends[0] == efficient or (efficient in backends and q.dtype == torch.float32)
         if repeats and q.shape[1] != k.shape[1]:
-            # Only this kernel does not support shared key/value heads (torch's sdp_utils.cpp).
+            # The efficient kernel alone does not support shared key/value heads (torch's sdp_utils.cpp).
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         with sdpa_kernel(list(backends), set_priority=True):
             output = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **mask)
@@ -190,12 +190,12 @@ class InnerAttention(nn.Module):
 
 
 class _GradientByToken(torch.autograd.Function):
-    """The same values, whose gradient [batch, heads, seq, head_dim] lies in memory as [batch, seq, heads, head_dim].
+    """Identity; its backward stores the gradient [batch, heads, seq, head_dim] as [batch, seq, heads, head_dim].
 
-    torch keeps the backward kernels of cuDNN by shapes and by strides of q, k and v. Kernels that were made for a
-    gradient of one layout are used for other layouts too, and compute wrong gradients without an error: seen with torch
-    2.11 and cuDNN 9.19 on an H200, where a function ran eager and then compiled. The gradient of a model's attention
-    comes in this layout from the projection behind it, so that nothing is copied.
+    torch caches cuDNN's backward kernels by shapes and by strides of q, k and v, not by the gradient's layout. A kernel
+    that was built for one layout is used for others too, and computes wrong gradients without an error: seen with torch
+    2.11 and cuDNN 9.19 on an H200, where a function ran eager and then compiled. In a model, the projection after
+    attention already returns its gradient in this layout, so that nothing is copied.
     """
 
     @staticmethod
@@ -204,7 +204,7 @@ class _GradientByToken(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is kept."""
+        """Save nothing for the backward."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -212,12 +212,12 @@ class _GradientByToken(torch.autograd.Function):
 
 
 def by_token(tensor: Tensor) -> Tensor:
-    """The values of [batch, heads, seq, head_dim], which lie in memory as [batch, seq, heads, head_dim]."""
+    """A tensor [batch, heads, seq, head_dim] with the same values, stored as [batch, seq, heads, head_dim]."""
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class _Measured(NamedTuple):
-    """Kernels in the order in which to try them, for some inputs: plain values, through which a compiler can trace."""
+    """The order in which to try kernels for some inputs; plain values, so that torch.compile can trace it."""
 
     backends: tuple[SDPBackend, ...]
     dtype: torch.dtype | None
@@ -230,10 +230,10 @@ _torchs_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 
 class HostStarts:
-    """Places where documents begin, [batch, seq] int64, which stay on the CPU.
+    """Wraps `starts` [batch, seq] int64, so that it stays on the CPU.
 
-    FSDP2 and DDP copy the tensors among a model's arguments to its device, also those in tuples, lists and
-    dictionaries; they hand on any other object as it is.
+    FSDP2 and DDP copy all tensors among a model's arguments to its device, also those in tuples, lists and
+    dictionaries. They pass on other objects, such as this one, unchanged.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -245,9 +245,9 @@ class Packed:
     """The documents of a batch's sequences.
 
     Attributes:
-        positions: of each token in its document, [batch, seq] int64.
+        positions: place of each token in its document, [batch, seq] int64.
         starts: the place of the first token of each token's document in the sequence, [batch, seq] int64.
-        stays_on_host: whether `starts` is on the CPU on every device, as context parallelism needs it.
+        stays_on_host: whether `starts` stays on the CPU whatever the model's device; context parallelism needs that.
     """
 
     positions: Tensor
@@ -255,41 +255,41 @@ class Packed:
     stays_on_host: bool = False
 
     def padded(self, missing: int) -> Packed:
-        """The same with `missing` more sequences, each of one document, as padding."""
+        """A copy with `missing` more sequences as padding, each of one document."""
         positions, starts = (F.pad(part, (0, 0, 0, missing)) for part in (self.positions, self.starts))
         return Packed(positions, starts, self.stays_on_host)
 
     def arguments(self, rows: slice) -> tuple[Tensor, Tensor | HostStarts]:
-        """The arguments of a model's forward after the tokens, for some of the sequences."""
+        """Positions and starts of some of the sequences: what a model's forward gets after the tokens."""
         starts = self.starts[rows]
         return self.positions[rows], HostStarts(starts) if self.stays_on_host else starts
 
 
-# Rows and keys of a block that FlexAttention computes or skips; torch's default.
+# FlexAttention computes or skips blocks of this many queries by this many keys; torch's default.
 _BLOCK = 128
 
 Documents = Tensor | BlockMask
 
 
 def prepared(starts: Tensor | HostStarts, kernel: str) -> Documents:
-    """The form that all blocks of a model share, for a kernel by its name in a model's config."""
+    """The form of `starts` that the named kernel needs; a model calls this once for all its transformer blocks."""
     if isinstance(starts, HostStarts):
         return starts.tensor
     return block_mask(starts) if starts.device.type == "cuda" and kernel == "auto" else starts
 
 
 def visible(starts: Tensor) -> Tensor:
-    """Whether a row attends to a key: bool [batch, 1, seq, seq]."""
+    """A mask, bool [batch, 1, seq, seq]: whether a query attends to a key."""
     places = torch.arange(starts.shape[1], device=starts.device)
     return ((places <= places[:, None]) & (places >= starts.unsqueeze(-1))).unsqueeze(1)
 
 
 def block_mask(starts: Tensor) -> BlockMask:
-    """FlexAttention's form: which blocks of keys a block of rows skips, computes whole, or computes with a mask.
+    """FlexAttention's mask: which blocks of keys each block of queries skips, computes whole, or computes with a mask.
 
-    `create_block_mask` would find them from the whole square. The starts of a block's first and last row are enough,
-    because starts ascend: a row block skips keys before its first row's start, and masks keys up to its last row's
-    start.
+    `create_block_mask` would compute this from the whole square of scores. The starts of a query block's first and last
+    query are enough, because starts ascend: the block skips keys before its first query's start, and masks keys up to
+    its last query's start.
     """
     seq_len = starts.shape[1]
     count = -(-seq_len // _BLOCK)
@@ -298,19 +298,19 @@ def block_mask(starts: Tensor) -> BlockMask:
     first = starts[:, blocks * _BLOCK] // _BLOCK
     whole = torch.minimum(-(-starts[:, last_rows] // _BLOCK), blocks)
     if seq_len % _BLOCK:
-        # The last block of rows is not full, and rows that do not exist see no keys.
+        # The last query block is not full. It masks all its key blocks: queries past the end see no keys.
         whole[:, -1] = count - 1
-    # Masked: the blocks from `first` to `whole`, and the row block's own.
+    # Masked key blocks: from `first` up to `whole`, and the one on the diagonal.
     masked_count, whole_count = whole - first + 1, blocks - whole
     masked = first.unsqueeze(-1) + blocks
     masked = torch.where(blocks == masked_count.unsqueeze(-1) - 1, blocks.unsqueeze(-1), masked)
-    # Entries after the first `count` are not read, but must be valid numbers of blocks.
+    # Entries after the first `masked_count` or `whole_count` are not read, but must be valid indices of blocks.
     masked, others = (x.clamp(max=count - 1) for x in (masked, whole.unsqueeze(-1) + blocks))
 
     def mask_mod(sequence: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (key <= row) & (key >= starts[sequence, row])
 
-    # The same for all heads: [batch, …] → [batch, 1, …].
+    # One mask for all heads: [batch, …] → [batch, 1, …].
     masked_count, masked, whole_count, others = (
         numbers.to(torch.int32).unsqueeze(1).contiguous() for numbers in (masked_count, masked, whole_count, others)
     )
@@ -326,7 +326,7 @@ def block_mask(starts: Tensor) -> BlockMask:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask) -> Tensor:
-    """FlexAttention (arXiv 2412.05496), compiled on a GPU: its eager form computes all scores."""
+    """FlexAttention (arXiv 2412.05496); compiled on a GPU, because its eager form computes all scores."""
     compute: Any = flex_attention
     if q.device.type == "cuda" and not torch.compiler.is_compiling():
         compute = _compiled_flex()
@@ -339,12 +339,12 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=False)
 
 
-# The lengths of sequences, from and to, that are faster in tiles than with torch's kernel: for heads of 32, 64 and 128,
-# shared or not, by benchmarks/attention_tiles.py (benchmarks/results/attention_tiles.json). In bfloat16 torch's kernel
-# packs all keys again for every few rows, so that short sequences are faster in float32.
+# The shortest and longest sequence for which tiles are faster than torch's kernel: for heads of width 32, 64 and 128,
+# shared or not, by benchmarks/attention_tiles.py (benchmarks/results/attention_tiles.json). Tiles compute in float32,
+# which helps short bfloat16 sequences: torch's bfloat16 kernel packs all keys again for every few queries.
 _LENGTHS = {torch.float32: (128, 1024), torch.bfloat16: (128, 767)}
 _WIDEST_HEAD = 128
-# Queries of a tile: of 32, 64, 128 and 256 the fastest, for documents of any length by benchmarks/document_masks.py.
+# Queries of a tile: for documents of any length, 64 was the fastest of 32 to 256 (benchmarks/document_masks.py).
 ROWS_OF_TILE = 64
 
 
@@ -358,16 +358,16 @@ def tiles_are_faster(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 @torch.library.custom_op("titanlab::tiled_attention", mutates_args=())
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
-    """Causal softmax(q·kᵀ/√head_dim)·v in float32, or in the wider dtype of q, and the logarithms of the denominators.
+    """Causal softmax(q·kᵀ/√head_dim)·v and the logarithms of its denominators, in float32 (float64 for float64).
 
     Args:
         q: [batch, heads, seq, head_dim]; k and v have kv_heads, which divide the heads.
-        starts: [batch, seq] int64, the place of the first token of each token's document: a row attends to no key
-            before it; None: a sequence is one document.
-        rows: of queries in a tile, at most.
+        starts: [batch, seq] int64, the place of the first token of each token's document: a query attends to no key
+            before that place; None: each sequence is one document.
+        rows: the most queries in a tile.
 
     Returns:
-        output shaped as q, in memory [batch, seq, heads, head_dim]; [batch, heads, seq] float32.
+        The output, shaped as q, stored as [batch, seq, heads, head_dim]; the logarithms [batch, heads, seq] float32.
     """
     out, lse = result_like(q), _denominators_of(q)
     q, k, v = map(_wide, (q, k, v))
@@ -396,7 +396,7 @@ def tiled_attention_backward(
     totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
     triangle = _triangle(q, rows)
     for sequences, begins in _sequences(q, starts):
-        # The last tile of a document meets all its keys, so the others add to its gradients of keys and values.
+        # A document's last tile meets all its keys. It runs first and sets their gradients; the others add to them.
         for tile in reversed(list(tiles(begins, rows))):
             own, keys = tile.slices(sequences)
             inputs = (grad[own], q[own], k[keys], v[keys], out[own], lse[own])
@@ -423,7 +423,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
     return result_like(q), result_like(k), result_like(v)
 
 
-# Two products of the whole square forward and five backward, as torch counts its own kernels.
+# FLOPs as torch counts those of its own kernels: two products of the whole square forward and five backward.
 for _operator, _products in (("tiled_attention", 2), ("tiled_attention_backward", 5)):
 
     @register_flop_formula(getattr(torch.ops.titanlab, _operator))
@@ -447,9 +447,9 @@ tiled_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 class Tile(NamedTuple):
-    """Queries that are computed by one call: rows from `start` to `end`, which meet keys from `first` to `end`.
+    """The queries of one call of torch's kernel: from `start` to `end`; they meet keys from `first` to `end`.
 
-    shared: the rows are those of several documents, all of which begin in the tile
+    shared: the queries are those of several documents, all of which begin in the tile
     last: no later tile meets these keys
     """
 
@@ -460,18 +460,18 @@ class Tile(NamedTuple):
     last: bool
 
     def slices(self, sequences: slice) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """The rows and the keys, in tensors [batch, heads, seq, …]."""
+        """The indices of the tile's queries and of its keys, in tensors [batch, heads, seq, …]."""
         heads = slice(None)
         return (sequences, heads, slice(self.start, self.end)), (sequences, heads, slice(self.first, self.end))
 
 
 def tiles(starts: list[int], rows: int) -> Iterator[Tile]:
-    """Cut one sequence, whose rows' documents begin at `starts`, into tiles of up to `rows` rows, in order.
+    """Cut one sequence into tiles of up to `rows` queries, in order; `starts`: where each token's document begins.
 
-    A document of more than half a tile has tiles of its own.
+    A document that is longer than half a tile shares no tile with another document.
     """
     seq_len, begin = len(starts), 0
-    group = 0  # where the waiting group of short documents begins
+    group = 0  # the first token of the short documents that wait for a common tile
     while begin < seq_len:
         end = bisect_right(starts, starts[begin], lo=begin)
         is_short = end - begin <= rows // 2
@@ -488,7 +488,7 @@ def tiles(starts: list[int], rows: int) -> Iterator[Tile]:
 
 
 def _sequences(q: Tensor, starts: Tensor | None) -> list[tuple[slice, list[int]]]:
-    """Sequences of a batch, and where their rows' documents begin: one by one, or all together without documents."""
+    """Pairs (sequences, where each token's document begins): one per sequence; one for all without documents."""
     if starts is None:
         return [(slice(None), [0] * q.shape[2])]
     return [(slice(row, row + 1), begins) for row, begins in enumerate(starts.tolist())]
@@ -510,13 +510,13 @@ def _denominators_of(q: Tensor) -> Tensor:
 
 
 def _triangle(q: Tensor, rows: int) -> Tensor:
-    """The additive mask for the scores of a full tile that meets a whole sequence: [rows, seq + rows]."""
+    """An additive causal mask [rows, seq + rows]; `_mask_of_tile` takes from it the part for a tile's scores."""
     seq_len = q.shape[2]
     return torch.triu(torch.full((rows, seq_len + rows), -math.inf, dtype=q.dtype, device=q.device), seq_len + 1)
 
 
 def _mask_of_tile(triangle: Tensor, starts: list[int], tile: Tile) -> Tensor | None:
-    """The additive mask for the scores of a tile: [rows, keys]; None: a causal mask is enough."""
+    """The additive mask [rows, keys] for the scores of a tile; None: the kernel's own causal mask is enough."""
     before = tile.start - tile.first
     if not before and not tile.shared:
         return None

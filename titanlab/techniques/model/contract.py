@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from titanlab.costs import Init, ModelAccount, Operation
     from titanlab.techniques.model.language_model import LanguageModel
 
-# The config of the models of one kind.
+# The config class of one kind of model.
 Model = TypeVar("Model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """One parameter in another library.
+    """How another library names and stores one parameter.
 
     Attributes:
         name: the parameter's name in that library.
-        head: width w of a head if the order of its rows differs: rotary pairs are (0, w/2), (1, w/2 + 1), … there
-            and (0, 1), (2, 3), … here; 0: the same order.
-        stack: names of the tensors there that are stacked along a new first dim to the parameter here; `name` then only
-            appears in messages. Empty: one tensor.
+        head: width w of a head if its rows have another order there: rotary pairs are (0, w/2), (1, w/2 + 1), … there
+            and (0, 1), (2, 3), … here. 0: the order is the same.
+        stack: names of that library's tensors, if the parameter here is a stack of several tensors along a new first
+            dim; `name` then only appears in messages. Empty: the parameter is one tensor there.
     """
 
     name: str
@@ -45,11 +45,11 @@ class Foreign:
 
 @dataclass(frozen=True, kw_only=True)
 class ReducedSizes:
-    """Sizes with which a model trains in a second on a CPU, for proofs and rehearsals.
+    """Sizes of the small copy of a model that proofs and rehearsals train, in a second on a CPU.
 
     Attributes:
         heads, kv_heads: attention heads, and key/value heads; each divisible by the tensor-parallel degree.
-        unit: widths that are derived from these are multiples of it.
+        unit: a model makes each width that it derives from these sizes a multiple of `unit`.
     """
 
     layers: int
@@ -80,11 +80,11 @@ class ModelConfig(OptionConfig, Protocol):
 
     @abstractmethod
     def block_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
-        """The operations of one block's forward pass; pipeline stages are balanced by their FLOPs."""
+        """The operations of one transformer block's forward; pipeline stages are balanced by their FLOPs."""
 
     @abstractmethod
     def edge_operations(self, *, batch: int, seq_len: int) -> list[Operation]:
-        """The operations before and after the blocks; each operation has the name of its piece."""
+        """The operations before and after the blocks; each has the name of its pipeline piece."""
 
     @abstractmethod
     def initial_values(self) -> Mapping[str, Init]:
@@ -95,12 +95,12 @@ class ModelConfig(OptionConfig, Protocol):
         """The builder of the modules. May import torch."""
 
     def reduced(self, sizes: ReducedSizes) -> ModelConfig | None:
-        """The same model in other sizes, for proofs and rehearsals; None: only a small model can be proved."""
+        """A small copy for proofs and rehearsals; None: they train the model itself, which must be small."""
         return None
 
     @classmethod
     def hugging_face(cls) -> HuggingFaceFamily[Any] | None:
-        """The form of such models in transformers; None: transformers has no such models."""
+        """The conversion of such models from and to transformers; None: transformers has no such models."""
         return None
 
 
@@ -113,11 +113,11 @@ class ModelBuilder(Protocol):
 
 
 class HuggingFaceFamily(Protocol[Model]):
-    """Models of one kind in the form of transformers: config.json and names of tensors, both ways.
+    """Converts models of one kind from and to transformers: config.json, and names of tensors.
 
     Attributes:
         architectures: values of `architectures` in supported config.json files.
-        derived: matches names of tensors that can be computed from config.json and are not read.
+        derived: matches names of tensors that an import skips, because config.json determines them.
     """
 
     architectures: Sequence[str]
@@ -125,18 +125,18 @@ class HuggingFaceFamily(Protocol[Model]):
 
     @abstractmethod
     def from_hf(self, config: Mapping[str, Any]) -> Model:
-        """The model that a config.json describes; ConfigError: it is not supported, or its description incomplete."""
+        """The model that a config.json describes; ConfigError: the model is not supported, or the file incomplete."""
 
     @abstractmethod
     def to_hf(self, model: Model, *, context: int) -> dict[str, Any]:
-        """config.json of a model whose sequences may have `context` tokens."""
+        """The config.json of a model whose sequences may have `context` tokens."""
 
     @abstractmethod
     def tensors(self, model: Model) -> dict[str, Foreign]:
-        """Name and order of rows in transformers of each parameter, by titanlab's name."""
+        """Name of each parameter in titanlab → its name and the order of its rows in transformers."""
 
     def copies(self, model: Model) -> dict[str, str]:
-        """Tensors that a folder may have in addition and that must equal another tensor, such as a tied head."""
+        """Name of a tensor that a checkpoint may have in addition (a tied head) → the tensor that it must equal."""
         return {}
 
     def stretched_context(self, model: Model) -> int:
@@ -145,4 +145,4 @@ class HuggingFaceFamily(Protocol[Model]):
 
     @abstractmethod
     def difference(self, model: Model, other: Model) -> str:
-        """The first field that makes two models compute differently with the same weights; empty: there is none."""
+        """Name of the first field by which two models compute differently with the same weights; empty: none."""

@@ -1,4 +1,4 @@
-"""The base class of models, also in other packages, and tools to build modules."""
+"""The base class of all models, also of those in other packages, and helpers to build modules."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class LanguageModel(nn.Module):
 
     Positions are 0, 1, … by default. A model that masks documents also gets positions [batch, seq] and, as its third
     argument, `starts`: the place [batch, seq] of the first token of each token's document, a tensor or `HostStarts`;
-    `titanlab.techniques.model.attention.prepared` converts it for the kernel. In a pipeline stage some of the account's
-    `pieces` are None or removed from `layers`; between stages inputs and outputs are hidden states [batch, seq, dim].
+    `titanlab.techniques.model.attention.prepared` converts `starts` for the kernel. In a pipeline stage the `pieces` of
+    other stages are None or removed from `layers`; stages send each other hidden states [batch, seq, dim].
 
     Attributes:
         layers: the blocks, by index; FSDP shards each block separately.
@@ -26,13 +26,13 @@ class LanguageModel(nn.Module):
     layers: nn.ModuleDict
 
     def init_buffers(self, device: torch.device | str | None = None) -> None:
-        """Compute the values that no checkpoint has, on `device`, after the model is materialised; by default none."""
+        """Compute on `device` the buffers that no checkpoint holds, once the model is materialised; by default none."""
 
 
 class Projections(nn.Module):
-    """Calls linear layers with one input: inputs [..., in] and layers → a tuple of their outputs [..., out].
+    """Calls several linear layers with the same inputs [..., in] → a tuple of their outputs [..., out].
 
-    It is a separate module so that the trainer can compute one product instead: `parallelism/pipeline_weights.py`.
+    It is a separate module so that `parallelism/pipeline_weights.py` can compute one product in place of several.
     """
 
     def forward(self, inputs: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -49,8 +49,8 @@ def shapes_only() -> Iterator[None]:
 class _NoInitialValues(TorchFunctionMode):
     """Skips `nn.init.normal_` and `Tensor.normal_`, with which `nn.Embedding` draws its values.
 
-    On a meta tensor they have no effect, but torch runs them in Python and imports its compiler for them (torch 2.11 to
-    2.13: `torch._refs.normal_`), which takes 1 s.
+    On a meta tensor these functions have no effect, but torch imports its compiler to run them (torch 2.11 to 2.13:
+    `torch._refs.normal_`), which takes 1 s.
     """
 
     def __torch_function__(

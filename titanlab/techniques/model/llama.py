@@ -22,7 +22,7 @@ from titanlab.techniques.model.mixture_of_experts import MixtureOfExperts
 
 @dataclass(frozen=True)
 class LlamaBuilder(ModelBuilder):
-    """Builds the modules of a config."""
+    """Builds the modules that a Llama config describes."""
 
     config: llama_schema.Llama
 
@@ -33,9 +33,9 @@ class LlamaBuilder(ModelBuilder):
 class LlamaModel(LanguageModel):
     """Tokens [batch, seq] → logits [batch, seq, vocab_size].
 
-    With tied embeddings `output` has no weight and gets the embedding's as an argument, so that there is one parameter
-    with one name after any change of the module (meta, `to_empty`, sharding, state dicts). So the embedding's weight
-    must be gathered when `output` runs: under FSDP it belongs to the root's group and has no group of its own.
+    With tied embeddings `output` has no weight: it gets the embedding's weight as an argument. So there is one
+    parameter with one name, whatever changes the module (meta, `to_empty`, sharding, state dicts). The embedding's
+    weight must be gathered when `output` runs: under FSDP it belongs to the root's group and has none of its own.
     """
 
     rope: Tensor
@@ -129,7 +129,7 @@ class Attention(nn.Module):
         self.inner = InnerAttention(config.attention)
 
     def forward(self, hidden: Tensor, rope: Tensor, documents: Documents | None = None) -> Tensor:
-        # The number of heads is that of the projections' outputs: under tensor parallelism, this rank's heads.
+        # Under tensor parallelism the projections return only this rank's heads: their number is not the config's.
         projected = self.projections(hidden, self.wq, self.wk, self.wv)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         if self.q_norm is not None and self.k_norm is not None:
@@ -166,9 +166,9 @@ class TiedOutput(nn.Module):
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate each pair of neighbouring elements by its position's angle, in fp32, and cast back.
 
-    Pairs are (0, 1), (2, 3), … as in Meta's checkpoints, not (0, head_dim/2), … as in Hugging Face's. On a CPU a
-    complex product is five to ten times faster than its real form; torch.compile cannot generate code for complex
-    numbers, but fuses the real form.
+    Pairs are (0, 1), (2, 3), … as in Meta's checkpoints, not (0, head_dim/2), … as in Hugging Face's. On a CPU complex
+    numbers make the rotation five to ten times faster. torch.compile cannot generate code for complex numbers, but
+    fuses the same formula in real numbers.
 
     Args:
         x: [batch, seq, heads, head_dim].
@@ -192,7 +192,7 @@ def rope_table(config: llama_schema.Llama, *, seq_len: int) -> Tensor:
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequencies = config.rope_theta**-exponents
-    # The number of turns within the original context decides whether a frequency is kept.
+    # A frequency that turns often within the original context is kept; a slow one is divided by the factor.
     turns = config.rope_original_context * frequencies / (2 * math.pi)
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)

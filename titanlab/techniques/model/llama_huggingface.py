@@ -65,22 +65,22 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
     """Llamas in the form of transformers.
 
     Attributes:
-        schema: the config's class; an argument, because its module imports this one.
+        schema: the config's class; an argument, because llama_schema.py imports this module.
     """
 
     schema: type[Llama]
     architectures: Sequence[str] = ("LlamaForCausalLM",)
     model_type: ClassVar[str] = "llama"
     unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED
-    # titanlab's name of an expert's matrix → transformers' name; then the name of the module that has the experts.
+    # An expert's matrix: titanlab's name → transformers' name. expert_module: the module with the experts there.
     expert_matrices: ClassVar[Mapping[str, str]] = {}
     expert_module: ClassVar[str] = ""
-    # Fields that a derived family adds, and that change what a model computes.
+    # Fields that only a subclass's config has, and that change what a model computes.
     compared: ClassVar[Sequence[str]] = ()
-    # Values of a config.json that does not have these keys, as in transformers.
+    # transformers' defaults, for a config.json that lacks these keys.
     norm_eps: ClassVar[float] = 1e-6
     rope_theta: ClassVar[float] = 10000.0
-    # Files from 2023 have such a tensor in each block; later files may have one for the model.
+    # Checkpoints from 2023 have an `inv_freq` in each block; later ones may have one for the whole model.
     derived = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(original_)?inv_freq")
 
     def tensors(self, model: Llama) -> dict[str, Foreign]:
@@ -121,7 +121,7 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
         )
 
     def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-        """Fields of the config beside the sizes; a Llama has none, because the width of its heads is derived."""
+        """Further fields of the config. A Llama has none: the width of its heads is derived, so it is only checked."""
         dim, heads = sizes["dim"], sizes["heads"]
         head_dim = whole_number(config, "head_dim", dim // heads)
         if head_dim * heads != dim:
@@ -162,20 +162,20 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
 
 
 def _rope(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-    """The fields of the rotation. A file that describes two is refused: libraries choose differently."""
+    """The config's `rope_*` fields. A file that describes two different rotations is refused: libraries disagree."""
     ropes: dict[str, dict[str, Any]] = {}
     for place in ("rope_parameters", "rope_scaling"):
         value = config.get(place) or {}
         if not isinstance(value, Mapping):
             raise _wrong(place, value, "must be an object", "restore the file")
-        # Either key may be null.
+        # Either of `rope_type` and the older `type` may be null.
         kinds = [kind for kind in (value.get("rope_type"), value.get("type")) if kind is not None]
         ropes[place] = {**value, "rope_type": kinds[0] if kinds else "default"} if value else {}
     parameters, scaling = ropes.values()
     cure = "leave out the one that the model was not trained with"
     for name in ("rope_type", *_SCALING.values(), "rope_theta", "partial_rotary_factor"):
         ours, theirs = parameters.get(name), scaling.get(name)
-        # If one of the two lacks the key, its value comes from the rest of the file.
+        # If one object lacks rope_theta or partial_rotary_factor, its value comes from the rest of the file.
         differs = ours != theirs and (None not in (ours, theirs) or name in _SCALING.values())
         if parameters and scaling and differs:
             rule = f"disagrees with rope_scaling, which has {name}={_json(theirs)}"
@@ -223,7 +223,7 @@ def _json(value: object) -> str:
 
 
 _FULL = "full_attention"
-# The released files have a `sliding_window`, which `use_sliding_window` switches off.
+# The released files have a `sliding_window`, but switch it off by `use_sliding_window`: only the latter is checked.
 _UNSUPPORTED_BY_QWEN3 = {**UNSUPPORTED, "use_sliding_window": False}
 del _UNSUPPORTED_BY_QWEN3["sliding_window"]
 
@@ -245,7 +245,7 @@ class Qwen3Family(LlamaFamily):
         return super().from_hf(config)
 
     def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-        # transformers' Qwen3Config has this default; the released files state it.
+        # 128 is the default of transformers' Qwen3Config; the released files state the width.
         return {"head_dim": whole_number(config, "head_dim", 128)}
 
     def to_hf(self, model: Llama, *, context: int) -> dict[str, Any]:
@@ -265,7 +265,7 @@ class Qwen3MoeFamily(Qwen3Family):
     compared: ClassVar[Sequence[str]] = ("head_dim", "experts", "active_experts")
     unsupported: ClassVar[Mapping[str, Any]] = {
         **_UNSUPPORTED_BY_QWEN3,
-        # Blocks without experts, experts that see every token, and weights that are not divided by their sum.
+        # Not supported: blocks without experts, experts that see every token, weights not divided by their sum.
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "shared_expert_intermediate_size": 0,
@@ -273,12 +273,12 @@ class Qwen3MoeFamily(Qwen3Family):
     }
 
     def from_hf(self, config: Mapping[str, Any]) -> Llama:
-        # transformers takes a missing key as False.
+        # transformers takes a missing `norm_topk_prob` as False.
         config = {**config, "norm_topk_prob": config.get("norm_topk_prob") or False}
         return super().from_hf({**config, "intermediate_size": whole_number(config, "moe_intermediate_size", 768)})
 
     def head_fields(self, config: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
-        # transformers 5 writes the second name; the released files have the first.
+        # The released files have `num_experts`; transformers 5 writes `num_local_experts`.
         name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
         numbers = {"experts": whole_number(config, name), "active_experts": _active(config)}
         return {**super().head_fields(config, sizes), **numbers}
@@ -287,7 +287,7 @@ class Qwen3MoeFamily(Qwen3Family):
         routed = _routed(model)
         return {
             **super().to_hf(model, context=context),
-            # For blocks without experts; released files have this number although their models have no such block.
+            # The width of blocks without experts: released files state it although their models have no such block.
             "intermediate_size": model.ffn_dim * routed.active,
             "moe_intermediate_size": model.ffn_dim,
             "num_experts": routed.count,

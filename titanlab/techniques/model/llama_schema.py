@@ -57,7 +57,7 @@ TENSOR_PLAN = {
     "output": "head",
 }
 HEAD_NORMS_PLAN = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
-# In place of the plan of a dense feed-forward, in models with experts.
+# Models with experts use this in place of the lines for a dense feed-forward.
 EXPERTS_PLAN = {
     "layers.*.feed_forward": "experts",
     "layers.*.feed_forward.router": "router",
@@ -65,7 +65,7 @@ EXPERTS_PLAN = {
     "layers.*.feed_forward.experts.w3": "expert_colwise",
     "layers.*.feed_forward.experts.w2": "expert_rowwise",
 }
-# Device and precision decide which operator runs; each returns the output and the log-sum-exp of the scores.
+# Operators of fused attention: device and precision decide which runs; all return output and log-sum-exp of scores.
 FUSED_ATTENTION = (
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
@@ -107,7 +107,7 @@ class Llama(ModelConfig):
 
     kind: str = "llama"
     dim: int = field(metadata={"least": 1, "cure": "try 256"})
-    # Rules and plans loop over all blocks; no known model has more than 1,000.
+    # `most`, because rules and plans loop over all blocks; no known model has more than 1,000.
     layers: int = field(metadata={"least": 1, "most": 10_000, "cure": "try 6"})
     heads: int = field(metadata={"least": 1, "cure": "try 8"})
     kv_heads: int
@@ -150,8 +150,8 @@ class Llama(ModelConfig):
             parameters[HEAD] = (self.vocab_size, self.dim)
         joined = []
         if self.fused:
-            # Without norms of heads, attention keeps only the values from the fused product: it keeps rotated queries
-            # and keys.
+            # `copied`: without norms of heads the backward needs only the values of the fused product's outputs; of
+            # queries and keys it needs the rotated ones.
             copied = () if self.has_head_norms else ("wv",)
             joined = [Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)]
             if self.routed is None:
@@ -197,7 +197,7 @@ class Llama(ModelConfig):
     def initial_values(self) -> dict[str, Init]:
         """The initial value of every parameter, by name.
 
-        Matrices: normal with std 0.02. The std of the two that write into the residual stream (wo, w2) is divided by
+        Matrices: normal with std 0.02. The std of wo and w2, which write into the residual stream, is divided by
         sqrt(2·layers), so that its variance does not grow with depth (GPT-2; Megatron-LM, arXiv 1909.08053, section 4).
         Norms: ones. The output head, also a tied one, has a std of at most 1/(2·sqrt(dim)): logits of a normalised
         stream then have a std of at most 1/2, and the first loss is at most 1/8 above ln(vocab_size).
@@ -244,7 +244,7 @@ class Llama(ModelConfig):
             _pointwise(attended, "aten.add.Tensor"),
             norm("ffn_norm", attended),
             *feed_forward,
-            # No saved output: it is the input of the next block, and is counted there.
+            # No saved output: it is the input of the next block, which counts it.
             Operation(name="ffn_residual", kind="pointwise", flops=0, output=stream.shape),
         ]
 
@@ -368,8 +368,8 @@ class LlamaOfExperts(Llama):
 class Mixtral(LlamaOfExperts):
     """A Mixtral (arXiv 2401.04088): a Llama whose feed-forwards are experts.
 
-    Mixtral takes the top k logits and then a softmax over these. titanlab takes a softmax over all and divides the top
-    k by their sum: the numbers are the same.
+    Mixtral takes the top k logits and then a softmax over these. titanlab takes a softmax over all logits and divides
+    the top k probabilities by their sum: the numbers are the same.
     """
 
     family: ClassVar[type[LlamaFamily]] = MixtralFamily
@@ -398,7 +398,7 @@ class Qwen3(Llama):
     rope_theta: float = 1_000_000.0
 
     def reduced(self, sizes: ReducedSizes) -> Qwen3:
-        """As for a Llama; heads that are wider or narrower than the stream stay so."""
+        """As for a Llama; if heads · head_dim is above or below dim, it stays above or below."""
         attention_dim, unit = sizes.heads * sizes.head_dim, sizes.unit
         if self.attention_dim > self.dim:
             dim = max(unit, attention_dim // 2 // unit * unit)
@@ -439,8 +439,8 @@ def _attention_operations(config: Llama, normed: Activation) -> list[Operation]:
         operations += [norm("attention.q_norm", q), norm("attention.k_norm", k)]
     for name, heads in (("attention.rope_q", q), ("attention.rope_k", k)):
         turned = replace(heads, name=f"{name}.turned", element_bytes=4, copy_of=name)
-        # In units of bfloat16: the cast reads 1 and writes 2, the product reads 2 and writes 2, the cast back reads 2
-        # and writes 1.
+        # passes, in units of a bfloat16 tensor: the cast reads 1 and writes 2, the product reads 2 and writes 2, the
+        # cast back reads 2 and writes 1.
         operations.append(_pointwise(turned, _MUL, passes=10.0, name=name))
     inner = _inner_attention(config, batch, seq_len)
     # Fused kernels write their output in the order of tokens; the output of `math` is copied into this order.
@@ -480,9 +480,9 @@ def _inner_attention(config: Llama, batch: int, seq_len: int) -> Operation:
             kept[1:3] = heads("inner.k", config.heads), heads("inner.v", config.heads)
         operators = [Operator(names=FUSED_ATTENTION, results=(mixed, lse))]
     if config.fused and config.has_head_norms:
-        # The values are a view of the fused result, which also holds queries and keys before their norms.
+        # The values are a view of the fused product's result, so the queries and keys before their norms stay too.
         if config.attention == "math":
-            # The math kernel copies the values. On a GPU the norms keep their inputs, and so the fused result.
+            # The math kernel copies the values. On a GPU the norms save their inputs: views of the whole fused result.
             kept.append(replace(v, name="attention.wqkv.values", accelerator="cuda"))
         else:
             before = (("wq", kept[0].shape), ("wk", kept[1].shape))
@@ -514,8 +514,8 @@ def _feed_forward_operations(config: Llama, fed: Activation) -> list[Operation]:
 def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list[Operation]:
     """The operations of a feed-forward of experts.
 
-    Shapes: a row is a token for one of its experts, `[batch, seq · active, width]`. Counts of rows are those of all
-    experts together.
+    A row is one token for one of its experts. Rows have the shape `[batch, seq · active, width]`, for all experts
+    together.
     """
     batch, seq_len, dim = fed.shape
     whole, rows = (batch, seq_len), (batch, seq_len * experts.active)
@@ -523,7 +523,7 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
     def like(activation: Activation, name: str, **changes: Any) -> Activation:
         return replace(activation, name=f"feed_forward.{name}", **changes)
 
-    # The router computes in float32; torch's softmax keeps its result, and top-k the places of the chosen.
+    # The router computes in float32; torch saves the softmax's result and the indices of the chosen experts.
     logits = like(fed, "router", shape=(*whole, experts.count), element_bytes=4)
     scores = like(logits, "scores")
     chosen = like(logits, "chosen", shape=(*whole, experts.active), element_bytes=8)
@@ -535,20 +535,20 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
     gate, up, silu, mul = (
         like(row, f"experts.{name}", shape=(*rows, ffn_dim), cut="part") for name in ("w1", "w3", "silu", "mul")
     )
-    # The router's tally and balance need these in the backward pass.
+    # The backward pass of the router's tally and balance needs `kept`.
     kept = [Activation(name="feed_forward.entropy", shape=(1,), cut="all", element_bytes=4)]
     if experts.balance.startswith("auxiliary"):
         sequences = batch if experts.balance == "auxiliary_sequence" else 1
         kept.append(like(kept[0], "slope", shape=(sequences, experts.count)))
     ends = like(kept[0], "ends", shape=(experts.count,), with_experts="stream")
-    # With expert parallelism only: the order of the rows that other ranks have sent, and its inverse; and the numbers
-    # of rows that the rank sends and gets, on the host.
+    # With expert parallelism only: the order of the rows from other ranks (arrived), the inverse order (returned), and
+    # the numbers of rows that the rank sends and gets (counts, theirs), on the host.
     arrived, returned = (like(order, name, with_experts="only") for name in ("arrived", "returned"))
     counts = like(kept[0], "counts", shape=(2, experts.count), element_bytes=8, with_experts="only")
     theirs = like(counts, "theirs", shape=(experts.count,))
 
     def exchange(name: str, moved: Activation, keeps: Activation, *results: Activation) -> Operation:
-        """Rows that are sent to other ranks, and sorted before or after that; `results`: of the exchanges."""
+        """An operation that sends rows to other ranks, and sorts them before or after; `results`: of the transfers."""
         in_order = like(moved, f"{name}.sorted", with_experts="only")
         return Operation(
             name=f"feed_forward.{name}",
@@ -610,7 +610,7 @@ def _projections(config: Llama, module: str, inputs: Activation, outputs: Mappin
     """Products of one input with several layers, or one product if they are fused."""
     if not config.fused:
         return [matmul(f"{module}.{name}", inputs, width, "part") for name, width in outputs.items()]
-    # `wqkv` and `w13`.
+    # The name of the fused product: `wqkv` or `w13`.
     first, *others = outputs
     name = f"{module}.{first}{''.join(other.removeprefix('w') for other in others)}"
     return [replace(matmul(name, inputs, sum(outputs.values()), "part"), layer=f"{module}.{first}")]
@@ -665,7 +665,7 @@ def _pointwise(
     first: tuple[Operator, ...] = (),
     later: tuple[Operator, ...] = (),
 ) -> Operation:
-    """An operation whose time is that of moving its result's bytes; `first`, `later`: the operators around this one."""
+    """An operation that moves its result's bytes `passes` times; `first`, `later`: operators around `operator`."""
     return Operation(
         name=name or result.name,
         kind="pointwise",

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlab.costs import RoutedExperts
 
-# Bytes: each row of an operand must begin at a multiple of this.
+# Each row of an operand must begin at a multiple of this number of bytes.
 _ALIGNMENT = 16
 _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
@@ -25,8 +25,8 @@ _grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._gr
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The product rows · weight[g]ᵀ for the rows of each group g, by `torch.nn.functional.grouped_mm`.
 
-    An operator, because torch 2.13 traces that function (for compilation and for tensors without data) only in
-    bfloat16, and because its gradients need strides that the function accepts. It can go when
+    It is an operator of its own because torch 2.13 traces `grouped_mm` (for compilation and for tensors without data)
+    only in bfloat16, and because the gradients need strides that `grouped_mm` accepts. It can go when
     `torch._meta_registrations` has all dtypes.
 
     Args:
@@ -103,20 +103,20 @@ def _(gradient: tuple[int, ...], rows: tuple[int, ...], *_: Any, **__: Any) -> i
 
 def _multiply(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     if type(left) is not Tensor and isinstance(left, FakeTensor):
-        # A trace of communication runs the body of operators on tensors without data.
+        # When communication is traced, this body runs on tensors without data: return the shape only.
         groups = () if right.ndim == 3 else (ends.shape[0],)
         return left.new_empty((*groups, left.shape[0], right.shape[-1]))
     return _grouped_mm(left, right, offs=ends)
 
 
 def _aligned(operand: Tensor, *, rows: bool = False) -> Tensor:
-    """Contiguous, with zeros at the end of each row until its size is a multiple of the alignment.
+    """The operand, contiguous, with zeros at the end of each row until its length is a multiple of the alignment.
 
     Zeros that are added to the inner dim of a product do not change it. A gradient may be a view with strides of 0.
 
     Args:
-        rows: add zero rows too, until their number is aligned: it is the inner dim of the product, or the row length
-            of the result.
+        rows: add rows of zeros too, until their number is aligned: it is the inner dim of the product, or the row
+            length of the result.
     """
     unit = _ALIGNMENT // operand.element_size()
     missing = (-operand.shape[-1] % unit, -operand.shape[-2] % unit if rows else 0)
@@ -139,9 +139,9 @@ class Auxiliary(NamedTuple):
 
     For N experts it is weight · N · Σ share · mean probability, a mean over tokens like the loss.
 
-    shares: [experts] shares of the tokens; None: those of each sequence
-    weight: of this rank's summand of the loss
-    scale: factor of the loss before its backward; a tensor may change between steps
+    shares: [experts], each expert's share of the tokens; None: the shares in each sequence are computed
+    weight: factor of this rank's part of the auxiliary loss
+    scale: the loss is multiplied by this before its backward; a tensor may change between steps
     seq_len: tokens of a sequence on this rank
     """
 
@@ -154,7 +154,7 @@ class Auxiliary(NamedTuple):
 class Router(nn.Module):
     """Chooses the `active` most probable experts of each token [tokens, dim]; multiplies in float32.
 
-    Training sets the other attributes; without them the router neither counts nor balances.
+    Training sets the attributes below; without them the router neither counts nor balances.
 
     Attributes:
         bias: [experts] float32, which is added to the probabilities for the choice only (arXiv 2408.15664).
@@ -270,8 +270,8 @@ def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
         experts: [tokens, active].
 
     Returns:
-        order [rows]: the row of `experts.flatten()` at each place; inverse [rows]: the place of each row; ends [count]
-        int32: number of rows of this and all earlier experts.
+        order [rows]: the index in `experts.flatten()` of the row at each place; inverse [rows]: the place of each
+        index; ends [count] int32: number of rows of this and all earlier experts.
     """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -287,7 +287,7 @@ _SMALLEST = 1e-30
 
 
 class Tally(torch.autograd.Function):
-    """Identity; the backward makes the gradient of the tally."""
+    """Identity of `best`; the backward computes the tally's gradient: tokens by expert, and the sum of entropies."""
 
     @staticmethod
     def forward(ctx: Any, best: Tensor, tally: Tensor, experts: Tensor, entropy: Tensor) -> Tensor:
@@ -333,8 +333,8 @@ class WideProduct(torch.autograd.Function):
         return (gradient @ weight.float()).to(tokens.dtype), (gradient.t() @ tokens.float()).to(weight.dtype)
 
 
-# Spread and WeightedSum gather in forward and backward: the sums in the backward pass of torch's own indexing would
-# depend on the order of a GPU's threads.
+# Spread and WeightedSum read by index, also in the backward. The backward of torch's own indexing adds instead, in the
+# order of a GPU's threads, so that its sums may differ from run to run.
 
 
 class Spread(torch.autograd.Function):
@@ -366,7 +366,7 @@ class WeightedSum(torch.autograd.Function):
         active = weights.shape[1]
         own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
         of_rows = gradient.index_select(0, order // active) * own
-        # In float32, as the router computes.
+        # In float32, because the router computes in float32.
         of_weights = (_by_token(rows, inverse, active).float() * gradient.unsqueeze(1)).sum(-1)
         return of_rows, of_weights, None, None
 

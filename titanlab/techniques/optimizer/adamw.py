@@ -103,14 +103,14 @@ class LowBitAdamW(torch.optim.Optimizer):
             return
         from torch._dynamo import config as dynamo
 
-        # torch limits recompilations, and the update is compiled for every shape of a parameter.
+        # The update is compiled for every shape of a parameter, so torch's limit of recompilations must be high.
         with dynamo.patch(recompile_limit=10_000):
             update: Any = torch.compile(self._update, fullgraph=True, dynamic=False)
             update(*values)
 
     def _begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         state = {"step": torch.tensor(0.0)}
-        # The decision must be the same on every rank.
+        # Every rank must decide the same, so the decision depends on the full shape.
         few_bits = packs(parameter.shape, block_size=self._block_size, cuts_of_rows=_cuts_of_rows(parameter))
         for name in AVERAGES:
             if self._format is not None and few_bits:
@@ -167,7 +167,7 @@ def _zeros(parameter: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return sharded.to(parameter.device)
 
 
-# Module and class of torchao's tensor.
+# Optimizer → module and class of torchao's tensor for its averages.
 _PACKED = {
     "adamw_8bit": ("subclass_8bit", "OptimState8bit"),
     "adamw_4bit": ("subclass_4bit", "OptimState4bit"),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Default of `warmup_steps` in a run that has at least as many steps.
 WARMUP_STEPS = 200
-# From the progress of the decay, 0 to 1, to the share of it that is left.
+# Form of the decay → function from its progress, 0 to 1, to the share of the way from peak to floor that is left.
 DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
@@ -106,7 +106,7 @@ class OptimizerConfig(OptionConfig, Protocol):
     tolerances: ClassVar[Mapping[str, float]] = {}
 
     def reduced(self, *, least_eps: float) -> OptimizerConfig:
-        """The same optimizer for a small model whose layouts are compared; by default this one.
+        """This optimizer for the small model with which proofs compare layouts; by default unchanged.
 
         Args:
             least_eps: lower bound of eps: a gradient that consists only of rounding errors must not give a full update.
@@ -127,7 +127,7 @@ class OptimizerConfig(OptionConfig, Protocol):
 
 
 class OptimizerFactory(Protocol):
-    """Implementation of an optimizer."""
+    """Builds the optimizer that a config describes."""
 
     @abstractmethod
     def build(self, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:

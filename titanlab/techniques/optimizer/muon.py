@@ -1,4 +1,4 @@
-"""optimizer=muon: torch's Muon for the matrices of blocks, which ranks gather whole, and its AdamW for the rest."""
+"""optimizer=muon: torch's Muon for the matrices of blocks, which ranks gather whole, and torch's AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titanlab.techniques.optimizer.optimizers_schema import Muon
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharding:
-    """The sharding of a matrix, or of this rank's part after earlier axes, over one axis of a mesh.
+    """How one axis of a mesh shards a matrix, or the part of it that earlier axes left to this rank.
 
     Attributes:
         lengths: lengths of the parts along `dim`, by rank.
@@ -40,8 +40,8 @@ def sharing_ranks(matrix: Tensor) -> int:
 def map_whole(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """This rank's parts of `function(matrix)`, for each matrix.
 
-    Each rank of one axis gathers one matrix, computes, and sends the others their parts of the result: on that axis no
-    matrix is computed twice, or sent to a rank that does not need it.
+    Each rank of one mesh axis gathers one of the matrices, computes, and sends the other ranks their parts of the
+    result: on that axis no matrix is computed twice, or sent to a rank that does not need it.
 
     Args:
         matrices: at most `sharing_ranks` of them, of one shape, dtype and sharding; plain, or DTensors without partial
@@ -54,7 +54,7 @@ def map_whole(matrices: Sequence[Tensor], function: Callable[[Tensor], Tensor]) 
         return [function(local) for local in locals_]
     assert isinstance(first, DTensor)
     device = locals_[0].device
-    # For the collectives, offloaded parameters must be on the mesh's device.
+    # Collectives need tensors on the mesh's device, but offloaded parameters are on the CPU.
     locals_ = [local.to(first.device_mesh.device_type) for local in locals_]
     inner, outer = shardings[-1], shardings[:-1]
     # Matrix r goes to rank r; a rank without a matrix has zeros.
@@ -121,13 +121,13 @@ def _gathered(local: Tensor, sharding: _Sharding) -> Tensor:
 
 
 def _joined(parts: Iterable[Tensor], sharding: _Sharding) -> Tensor:
-    """Parts of a matrix, which may be longer than their ranks' lengths, as the whole."""
+    """The whole matrix from its parts, which may be padded beyond their ranks' lengths."""
     pairs = zip(parts, sharding.lengths, strict=True)
     return torch.cat([part.narrow(sharding.dim, 0, length) for part, length in pairs], sharding.dim)
 
 
 class MuonFactory:
-    """Muon and AdamW as one optimizer, for checkpoints and for the schedule."""
+    """Builds Muon and AdamW as one optimizer, so that checkpoints and the schedule see one."""
 
     def __init__(self, config: Muon) -> None:
         self._config = config
@@ -157,8 +157,8 @@ class MuonFactory:
 class WholeMuon(torch.optim.Muon):
     """torch's Muon, but it orthogonalises full matrices.
 
-    torch's Muon computes with DTensors: every product needs collectives, and sums in another order. Here each rank of
-    FSDP2 gathers some of the equally sharded matrices, in bfloat16 like the orthogonalisation.
+    With DTensors, torch's Muon needs collectives for every product, and sums in another order. Here each rank of FSDP2
+    gathers some of the equally sharded matrices, in bfloat16 like the orthogonalisation.
     """
 
     @torch.no_grad()

@@ -84,17 +84,17 @@ def needs_torchao(key: str, value: object, *, cure: str) -> None:
 
 # Older GPUs cannot compile conversions to float8.
 _FP8_CAPABILITY = (8, 9)
-# Smaller matrices (in elements) keep full averages, as in bitsandbytes: their scales would cost more than codes save.
+# Matrices of fewer elements keep full-precision averages, as in bitsandbytes: scales would cost more than codes save.
 SMALLEST = 4096
-# Ends of the names of an average's two tensors, in the optimizer's state and in checkpoints.
+# Suffixes of the names of an average's two tensors, in the optimizer's state and in checkpoints.
 CODES, SCALE = "_codes", "_scale"
 _SCALE_BYTES = 4
-# Rows of a reduced model are shorter than a usual block.
+# The block size in proofs: the small model that they train has rows shorter than a usual block.
 _REDUCED_BLOCK = 16
 
 
 def packs(shape: Sequence[int], *, block_size: int, cuts_of_rows: int) -> bool:
-    """Whether averages of a parameter have few bits: every rank's part of a row consists of complete blocks."""
+    """Whether a parameter's averages are stored in few bits: each rank's part of a row consists of complete blocks."""
     if len(shape) < 2 or math.prod(shape) < SMALLEST:
         return False
     return shape[-1] % (block_size * cuts_of_rows) == 0
@@ -113,8 +113,8 @@ class LowBit(Rounded):
     per_byte: ClassVar[int] = 1
     block_size: int = 256
 
-    # Another rounding of a sum may give the neighbouring code: one code is 5 % of one element's update; 6e-6 is
-    # measured.
+    # If a sum rounds differently, the neighbouring code may be stored; that changes an element's update by 5 %. The
+    # measured difference is 6e-6.
     tolerances: ClassVar[Mapping[str, float]] = {"parameter": 1e-3, "loss": 1e-5, "grad_norm": 1e-4}
 
     def __post_init__(self) -> None:
@@ -204,7 +204,7 @@ class Muon(Averaged):
         default="match_rms_adamw", metadata={"choices": ("match_rms_adamw", "original"), **OUTSIDE_STEP}
     )
 
-    # Matrices are made orthogonal in bf16: 3.6e-4 of a parameter is measured after three steps.
+    # Matrices are made orthogonal in bf16: the measured difference of parameters after three steps is 3.6e-4.
     tolerances: ClassVar[Mapping[str, float]] = {"parameter": 3e-3, "loss": 1e-4, "grad_norm": 1e-3}
 
     def __post_init__(self) -> None:
@@ -228,7 +228,7 @@ class Muon(Averaged):
         return super().state_bytes(parameter)
 
     def update_flops(self, parameter: Stored) -> float:
-        """Each iteration X ← aX + (bA + cA²)X with A = XXᵀ; ranks share the matrices (K. Jordan et al., 2024)."""
+        """FLOPs of all iterations X ← aX + (bA + cA²)X, A = XXᵀ, on one rank's share (K. Jordan et al., 2024)."""
         if not self.applies_to(parameter.name, len(parameter.shape)):
             return 0.0
         short, long = sorted(parameter.shape)

@@ -1,4 +1,4 @@
-"""Precisions that only cast (FSDP2 casts parameters when it gathers them), casts around parts, and loss scales."""
+"""Precisions that only cast (FSDP2 casts parameters when it gathers them), casts around float32 parts, loss scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ScaledStep(NamedTuple):
     scale: factor of the loss
     skipped: number of steps without an update so far, this one included
     tolerated: whether the run may continue if the gradients were not finite
-    forgiven: whether it may continue if the loss was not finite either
+    forgiven: whether the run may continue if the loss was not finite either
     """
 
     scale: float
@@ -29,15 +29,15 @@ class ScaledStep(NamedTuple):
 
 
 class LossScale:
-    """No scale: every step updates. The default of every precision.
+    """The default of every precision: no scale, and every step updates the parameters.
 
-    A scale keeps gradients in the range of a dtype, and skips the update of a step with an overflow. All ranks decide
-    by the norm of the full gradient, which is reduced over all ranks, so an overflow on one rank is an overflow on all.
-    They decide on the device, so that the host does not wait.
+    A subclass with a scale keeps gradients in the range of a dtype, and skips the update of a step with an overflow.
+    All ranks decide by the norm of the full gradient, which is reduced over all ranks, so an overflow on one rank is an
+    overflow on all. They decide on the device, so that the host does not wait.
     """
 
     def multiplier(self, constant: float) -> float | Tensor:
-        """The factor of a loss before its backward: constant · scale. Call once: a tensor is updated in place."""
+        """Factor of a loss before its backward: constant · scale. Call once: later scales update a tensor in place."""
         return constant
 
     def unscaled(self, tensor: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class LossScale:
         """Take the step's loss over all ranks; called before `judge`."""
 
     def judge(self, norm: Tensor) -> Tensor | None:
-        """Decide from the norm of the unscaled gradients; returns the fields of a `ScaledStep`: [3] on the device."""
+        """Decide from the unscaled gradients' norm whether to update; returns the fields of a `ScaledStep`: [3]."""
         return None
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -67,11 +67,11 @@ class DynamicLossScale(LossScale):
 
     def __init__(self, config: Fp16, device: torch.device) -> None:
         self._config = config
-        # A constant scale: factors of 1, no minimum.
+        # With dynamic=false the scale is constant: factors of 1, no minimum.
         self._growth, self._backoff = (config.growth_factor, config.backoff_factor) if config.dynamic else (1.0, 1.0)
         self._least = config.min_scale if config.dynamic else 0.0
         self._scale = torch.tensor(config.init_scale, dtype=torch.float32, device=device)
-        # Steps since the last change or skip; steps skipped in a row; all skipped steps.
+        # _good: steps since the last change or skip; _row: steps skipped in a row; _skipped: all skipped steps.
         self._good, self._row, self._skipped = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(3))
         self._finite = torch.ones((), dtype=torch.bool, device=device)
         self._multipliers: list[tuple[float, Tensor]] = []
@@ -123,11 +123,11 @@ class DynamicLossScale(LossScale):
 
 
 def step_if(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """Take a step if a flag on the device is true.
+    """Call the optimizer's step if `finite`, a flag on the device, is true.
 
     The kernels of torch's fused Adam and AdamW read such a flag, as torch.amp.GradScaler sets it; for other optimizers
-    the host waits for the flag. (Fused SGD reads it too, but if the first step is skipped, `_fused_sgd` of torch 2.13
-    uses a momentum buffer that was never written.)
+    the host waits for the flag. (Fused SGD reads the flag too, but if the first step is skipped, `_fused_sgd` of torch
+    2.13 uses a momentum buffer that was never written.)
     """
     reads_flag = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and optimizer.defaults["fused"]
     if not reads_flag:
@@ -224,7 +224,7 @@ def _cast_around(part: nn.Module, compute: torch.dtype, *, keeps_output: bool) -
     def cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
         return value.to(after) if isinstance(value, Tensor) and value.dtype == before else value
 
-    # Before tensor parallelism's own hook on inputs.
+    # `prepend`: before the hook with which tensor parallelism changes inputs.
     part.register_forward_pre_hook(
         lambda _, inputs: tuple(cast(value, compute, torch.float32) for value in inputs), prepend=True
     )

@@ -14,7 +14,7 @@ from titanlab.options import OUTSIDE_STEP, option
 from titanlab.techniques.precision.contract import DTYPES, EMBEDDING, HEAD, Formats, Precision, PrecisionConfig, matched
 
 KEY = "precision.fp32_parts"
-# A block's number in a name, or a pattern of numbers.
+# In the name of a part: a block's number, or a pattern of numbers.
 _LAYER = re.compile(r"layers\.([^.]+)")
 
 
@@ -53,7 +53,7 @@ class Parts(PrecisionConfig):
 
 
 def parts_within(layers: int, names: tuple[str, ...], *, key: str, note: Callable[[str], None]) -> tuple[str, ...]:
-    """The names of parts without those of blocks that a model of `layers` blocks lacks."""
+    """The names of parts, without those of blocks that a model of `layers` blocks does not have."""
     numbers = [str(number) for number in range(layers)]
     kept = tuple(part for part in names if not (block := _LAYER.search(part)) or fnmatch.filter(numbers, block[1]))
     if kept != names:
@@ -62,7 +62,7 @@ def parts_within(layers: int, names: tuple[str, ...], *, key: str, note: Callabl
 
 
 def check_bf16(setting: Setting, kind: str) -> None:
-    """Check that the GPU multiplies in bfloat16: NVIDIA's do from compute capability 8.0 (Ampere) on."""
+    """Check that the GPU multiplies in bfloat16: NVIDIA GPUs do from compute capability 8.0 (Ampere) on."""
     capability = compute_capability(setting.device) if setting.accelerator == "cuda" else None
     if capability is not None and capability < (8, 0):
         rule = f"{setting.device} has no units for bfloat16: they came with compute capability 8.0"

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 # Names in configs → torch's names.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Config names of two pieces; their names in the module differ from model to model.
+# Config names of two pieces of any model; the names of their modules differ from model to model.
 EMBEDDING, HEAD = "embedding", "head"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """Number formats of a run, by torch's names of dtypes.
+    """The dtypes of a run's tensors, by torch's names.
 
     Attributes:
         master: of stored parameters and gradients, and of optimizer states that have the parameters' dtype.
@@ -64,10 +64,10 @@ class ProductFormat:
     """How a linear layer multiplies, if not in the precision of its activations.
 
     Attributes:
-        forward, input_gradient, weight_gradient: torch's name of the dtype of each of its three products.
+        forward, input_gradient, weight_gradient: torch's name of the dtype of each of the layer's three products.
         cast_bytes: bytes that casts in compiled code read and write for each element of its input, its weight and the
             gradient of its output, over the three products.
-        cast_kernels: kernels of these casts, for each of the three tensors.
+        cast_kernels: number of kernels that these casts take, for each of the three tensors.
         eager_cast_bytes, eager_cast_kernels: the same for casts outside compiled code.
         scales_gradients: whether a separate kernel scales the results of the products of gradients.
     """
@@ -99,9 +99,9 @@ class PrecisionConfig(OptionConfig, Protocol):
     Attributes:
         mfu_note: what MFU means if some products are faster than the peak FLOP/s in its denominator; empty: none are.
         layer_class: full name of the class that replaces the layers in `products`; empty: no layer is replaced.
-        splits_products: whether these layers compute the gradients of their input and their weight separately
+        splits_products: whether the replaced layers compute the gradients of their input and their weight separately
             (`titanlab.techniques.precision.product`).
-        multiple: both dims of these layers' weights, and the tokens of a forward pass, must be multiples of this
+        multiple: both dims of a replaced layer's weight, and the tokens of a forward pass, must be multiples of this
             number.
     """
 
@@ -120,7 +120,7 @@ class PrecisionConfig(OptionConfig, Protocol):
 
     @property
     def gathers_activations(self) -> bool:
-        """Whether tensor parallelism gathers the inputs of these layers, and the gradients of their outputs, in float8.
+        """Whether tensor parallelism gathers inputs and output gradients of the layers in `products` in float8.
 
         Each rank then casts only its own part.
         """
@@ -131,7 +131,7 @@ class PrecisionConfig(OptionConfig, Protocol):
         return {}
 
     def on_device(self, *, accelerator: str, device: str) -> PrecisionConfig:
-        """The precision as a device computes it, perhaps emulated, for estimates; by default this one."""
+        """This precision or its emulation, whichever a device computes, for estimates; by default this one."""
         return self
 
     def product_bits(self) -> int:
@@ -139,7 +139,7 @@ class PrecisionConfig(OptionConfig, Protocol):
         return 8 * self.formats().compute_bytes
 
     def describe(self, model: ModelAccount, *, accelerator: str, device: str) -> str:
-        """The text for the table at the start."""
+        """The text that describes the precision in the table at a run's start."""
         return self.kind
 
     def check_device(self, *, accelerator: str, device: str) -> None:
@@ -151,14 +151,14 @@ class PrecisionConfig(OptionConfig, Protocol):
         return self
 
     def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:
-        """The same precision on a CPU, for a model of `layers` blocks, in proofs and rehearsals; by default this one.
+        """This precision for the small copy, of `layers` blocks, that proofs and rehearsals train on a CPU.
 
         `note` is called with each difference, in one line.
         """
         return self
 
     def implementation(self) -> Precision:
-        """By default parameters and activations are cast, and no module is replaced."""
+        """The implementation; by default it casts parameters and activations, and replaces no module."""
         from titanlab.techniques.precision.cast import Cast
 
         return Cast()
@@ -171,9 +171,9 @@ class Precision(Protocol):
     def convert(self, model: nn.Module, device: torch.device) -> None:
         """Replace modules of a model on the meta device, in place.
 
-        A linear layer with another `forward` names its product in the attribute `product`
-        (`titanlab.techniques.precision.product`). Without it no code may compute in the layer's place: tensor
-        parallelism, fused projections and a loss in chunks are refused.
+        A linear layer with its own `forward` must name its product in the attribute `product`
+        (`titanlab.techniques.precision.product`). Without this attribute no other code may compute in the layer's
+        place: tensor parallelism, fused projections and a loss in chunks are then refused.
 
         Raises:
             ConfigError: the device cannot compute in this precision.

@@ -30,8 +30,8 @@ class Float8Layers(Cast):
     """Replaces linear layers with torchao's float8 layers.
 
     Under tensor parallelism each layer multiplies this rank's part with scales of that part (see `float8_product`):
-    they are finer than scales of the full tensor and need no communication. Only weights that are gathered in float8
-    have the scale of the full weight.
+    these scales are finer than those of the full tensor and need no communication. Only weights that are gathered in
+    float8 have the scale of the full weight.
     """
 
     def __init__(self, config: Float8) -> None:
@@ -107,7 +107,7 @@ def emulates(config: Float8, device: torch.device) -> bool:
 
 
 def float8_product(multiplication: Any, config: Any) -> Product:
-    """Torchao's product in separate parts; its `matmul_with_hp_or_float8_args` computes both gradients at once.
+    """The product of torchao's layers, with a separate function for each gradient; torchao's computes both at once.
 
     `multiplication`: the `linear_mm_config` of a torchao layer.
     """
@@ -120,7 +120,7 @@ def float8_product(multiplication: Any, config: Any) -> Product:
 
     def cast(tensor: Tensor, how: Any, role: Any, dim: int) -> Tensor:
         """A tensor in float8, with a scale for each slice along `dim` or one for the whole tensor."""
-        # A tensor may be in float8 already, or the config asks for a product in high precision.
+        # Do not cast what is in float8 already, or what the config wants to multiply in high precision.
         if is_cast(tensor) or how.scaling_type is disabled:
             return tensor
         result: Tensor = scaling.hp_tensor_to_float8_dynamic(
@@ -189,7 +189,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _save_plain(layer: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Put plain tensors that share storage into a state dict, so that checkpoints do not depend on the precision."""
+    """Put the weight as a plain tensor (same storage) into a state dict: checkpoints do not depend on the precision."""
     name = f"{prefix}weight"
     weight = state[name]
     shard = weight._local_tensor if isinstance(weight, DTensor) else weight
@@ -230,7 +230,7 @@ class Mxfp8Layers(Cast):
             output = multiply(inputs, weight)
             return output if bias is None else output + bias.to(output.dtype)
 
-        # torchao computes both gradients at once.
+        # No functions for separate gradients: torchao computes both at once.
         product = Product(forward)
         for name, layer in list(model.named_modules()):
             if isinstance(layer, nn.Linear) and self._config.converts(name, layer.weight.shape):

@@ -23,7 +23,7 @@ EMULATE = ("auto", "true", "false")
 class Conversion:
     """The linear layers of a model, by path, in the model's order, with the shapes of their weights, [out, in].
 
-    `uneven`: layers that are not converted, because a dim is not a multiple of the format's number.
+    `uneven`: layers that are not converted, because a dim is not a multiple of the number that the format needs.
     """
 
     converted: Mapping[str, tuple[int, ...]]
@@ -75,16 +75,16 @@ class Float8(Bf16):
 
     # torchao's name of the recipe.
     recipe: ClassVar[str] = ""
-    # Requirements of torch's scaled_mm: a compute capability; both dims of a weight are multiples of a number.
+    # torch's scaled_mm needs this compute capability, and weights whose dims are both multiples of a number.
     capability: ClassVar[tuple[int, int]] = (8, 9)
     multiple: ClassVar[int] = 16
     format: ClassVar[str] = "float8"
     layer_class: ClassVar[str] = "torchao.float8.float8_linear.Float8Linear"
-    # The gradient of a weight is a product over tokens, so their number must be a multiple too.
+    # The gradient of a weight is a product over tokens, so the number of tokens must be a multiple too.
     multiplies_tokens: ClassVar[bool] = True
     emulates_on_gpu: ClassVar[bool] = True
-    # Bytes per element: read 2 for the scales, then read 2 and write 1. The gradient of the weight needs both operands
-    # in the other order of memory: read 1 and write 1.
+    # cast_bytes, per element: read 2 for the scales, then read 2 and write 1. The gradient of the weight needs both
+    # operands in the other order of memory: read 1 and write 1.
     product: ClassVar[ProductFormat] = _E4M3(cast_bytes=7.0, cast_kernels=3)
     mfu_note: ClassVar[str] = "model FLOPs over the bf16 peak"
 
@@ -117,7 +117,7 @@ class Float8(Bf16):
     def products(self, model: ModelAccount) -> Mapping[str, ProductFormat]:
         product = self.product
         if self.emulate == "true":
-            # Casts to the format and back, then products in 32 bits.
+            # Emulation casts to float8 and back, then multiplies in 32 bits.
             width = "float32"
             product = replace(product, forward=width, input_gradient=width, weight_gradient=width)
         return dict.fromkeys(self.conversion(model).converted, product)
@@ -141,7 +141,7 @@ class Float8(Bf16):
         return self.emulated() if self._emulates_on(accelerator, device) else self
 
     def _emulates_on(self, accelerator: str, device: str) -> bool:
-        # A GPU that is not in the table is taken for one that multiplies in the format.
+        # A GPU that the hardware table lacks is assumed to multiply in the format.
         known = hardware.compute_capability(device) or self.capability
         return self.emulates(None if accelerator == "cpu" else known)
 
@@ -170,7 +170,7 @@ class Float8(Bf16):
 
     def _check_names(self, model: ModelAccount) -> None:
         """Check that `skip` names layers, and that a layer is left."""
-        # A model with a tied head lacks `output`, the default of `skip`.
+        # `output`, the default of `skip`, may name no layer: a model with a tied head has none of this name.
         for pattern in self.skip:
             if pattern != HEAD and not any(path_matches(name, pattern) for name in model.linear_layers):
                 steps = dict.fromkeys(name.rpartition(".")[2] for name in model.linear_layers)
@@ -191,7 +191,7 @@ class Float8(Bf16):
         capability = hardware.compute_capability(device)
         if accelerator == "cpu":
             self.check_capability(None, "a CPU")
-        # The implementation checks a GPU that is not in the table.
+        # A GPU that the hardware table lacks is checked when the layers are converted (float8.py).
         elif capability is not None:
             self.check_capability(capability, device)
 
@@ -219,7 +219,7 @@ class Float8(Bf16):
             raise ConfigError("training.seq_len", setting.seq_len, rule, f"try {near}, or precision=bf16")
 
     def _check_converted(self, setting: Setting) -> None:
-        """Check that the converted layers can be cut, and that float32 parts and joined products fit to them."""
+        """Check that converted layers can be cut, are in no float32 part, and are joined only with converted layers."""
         model, degree = setting.model, setting.layout.tensor
         converted = self.conversion(model).converted
         for name, shape in converted.items():
@@ -293,8 +293,8 @@ class Float8Rowwise(Float8):
     kind: str = "float8_rowwise"
 
     recipe: ClassVar[str] = "rowwise"
-    # Each operand is scaled by row for one product and by column for another: each time read 2, read 2, write 1.
-    # With exact sums, as for gradients, torchao multiplies without scales and then scales the result.
+    # cast_bytes: each operand is scaled by row for one product, by column for another: read 2, read 2, write 1 each.
+    # For gradients torchao turns fast accumulation off: it then multiplies without scales, and scales the result.
     product: ClassVar[ProductFormat] = _E4M3(cast_bytes=10.0, cast_kernels=4, scales_gradients=True)
 
 
@@ -327,7 +327,7 @@ class Mxfp8(Float8):
     layer_class: ClassVar[str] = "titanlab.techniques.precision.float8.Mxfp8Linear"
     emulates_on_gpu: ClassVar[bool] = False
     splits_products: ClassVar[bool] = False
-    # Scales along both dims of an operand: each time read 2 and write 1, and the scales.
+    # cast_bytes: each operand is cast with scales along each of its two dims: each time read 2, write 1, plus scales.
     product: ClassVar[ProductFormat] = _E4M3(cast_bytes=6.1, cast_kernels=2)
 
     def check(self, setting: Setting) -> None:

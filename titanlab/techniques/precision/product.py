@@ -1,4 +1,4 @@
-"""The product of a linear layer, and which module may be computed by other code than its own `forward`."""
+"""The products of linear layers, and the check whether other code may compute a module in place of its `forward`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.nn.utils import parametrize
 
 from titanlab.errors import ConfigError
 
-# The attribute with a layer's Product. A layer whose `forward` is not nn.Linear's must set it.
+# The attribute that holds a layer's Product. A layer whose `forward` is not nn.Linear's must set it.
 ATTRIBUTE = "product"
-# The attribute of layers that are computed as one product: a text that these layers share.
+# The attribute of layers that are computed as one product; its value, a text, is the same in these layers.
 JOINED = "joined_as"
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -30,16 +30,16 @@ def _at_once(*_: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of inputs and a weight. Weights are plain tensors: this rank's part.
+    """How a linear layer multiplies, forward and backward. Weights are plain tensors: this rank's part.
 
     Attributes:
         forward: (inputs [..., in], weight [out, in], bias or None) → [..., out]; differentiable by autograd.
         of_inputs: (gradient [..., out], weight) → gradient of the inputs.
-        of_weight: (gradient [..., out], inputs [..., in]) → gradient of the weight. If either is None, the gradients
-            cannot be computed separately: pipelines do not defer the weight's gradient, and fused projections and a
-            loss in chunks are refused.
+        of_weight: (gradient [..., out], inputs [..., in]) → gradient of the weight. Without it or `of_inputs`, the two
+            gradients cannot be computed separately: pipelines do not defer the weight's gradient, and fused projections
+            and a loss in chunks are refused.
         for_forward, for_inputs: cast a weight for `forward` or `of_inputs`, which accept the result in place of the
-            weight: a caller that multiplies the weight several times casts it once.
+            weight. So a caller that multiplies by the weight several times casts it once.
         join: (weights [out, in] of several layers) → one weight with the rows of all.
     """
 
@@ -80,10 +80,10 @@ def take_over(
     """Check that other code may compute a module, before its `forward` is replaced; returns a linear layer's product.
 
     Args:
-        key, value, cure: for the error: the setting for which the module is taken over, and the way to avoid it.
+        key, value, cure: for the error message: the setting that needs other code in the module's place, and a cure.
 
     Raises:
-        ConfigError: the module computes something else.
+        ConfigError: the module does not compute what `like` computes.
     """
     hooked = has_hooks(module)
     how = "has hooks" if hooked else departure(module, like)
@@ -93,7 +93,7 @@ def take_over(
         raise ConfigError(key, value, f"computes {path} as {like.__name__} does, and {path} {how}", cure)
     product = product_of(module)
     if like is nn.Linear:
-        # The caller replaces `forward`; this attribute says what it computes.
+        # The caller replaces `forward`, so this attribute must say what the layer computes.
         setattr(module, ATTRIBUTE, product)
     return product
 
@@ -131,7 +131,7 @@ def _definer(owner: Any, *names: str) -> Any:
 
 
 def _multiplies_table(head: nn.Module) -> bool:
-    """Whether a head that gets the embedding's table computes hidden · tableᵀ + bias, by an example."""
+    """Whether a head that is called with the embedding's table computes hidden · tableᵀ + bias; tries an example."""
     if "weight" in head._parameters or _definer(head, "forward", "__call__") is head:
         return False
     hidden, table = (torch.linspace(-1, 2, 2 * n, device="cpu").view(n, 2) for n in (1, 3))

@@ -20,7 +20,7 @@ class ProfilerConfig(OptionConfig, Protocol):
     """A config of the group `profiler`: a dataclass that inherits from this class.
 
     Attributes:
-        uses_torch_profiler: whether it runs torch.profiler, which one profiler of a process can do at a time.
+        uses_torch_profiler: whether the profiler runs torch.profiler, which only one profiler of a process may do.
     """
 
     kind: str
@@ -35,20 +35,20 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 def nothing(name: str) -> AbstractContextManager[None]:
-    """The phases of a run that has no profiler."""
+    """The `phase` of a run without a profiler: it records nothing."""
     return contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What a profiler may use of its run.
+    """The parts of a run that its profiler may use.
 
     Attributes:
         axes: name of a process group → axis of the layout.
-        marks_collectives: inside the block, an annotation `titanlab.issue:AXIS:KIND` precedes each collective.
-        gather: a value of each rank → the values of all ranks; every rank calls it.
+        marks_collectives: inside its block, an annotation `titanlab.issue:AXIS:KIND` precedes each collective.
+        gather: returns the values of all ranks for a value of this rank; every rank calls it.
         report: takes the kind of a row of metrics, the step, the metrics, and lines for the log; rank 0 writes them.
-        failed: takes the thing that could not be written, such as a file, and the reason; writes one line into this
+        failed: takes the name of what could not be written, such as a file, and the reason; writes one line into this
             rank's log.
         model: the module with this rank's part of the model.
     """
@@ -62,7 +62,7 @@ class Links:
 
 
 class Profiler(Protocol):
-    """Profiles one rank. It must not change what the run computes, nor end it: see `Links.failed`.
+    """Profiles one rank. A profiler must not change what the run computes, nor end it: see `Links.failed`.
 
     By default it does nothing.
     """
@@ -78,9 +78,9 @@ class Profiler(Protocol):
         return
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Inside the block the main thread is in a phase of the step: `data`, `forward`, `backward`, `optimizer`,
-        `checkpoint`, or `exposed_pipeline`, in which it waits for another stage and which may be nested in another
-        phase.
+        """Inside its block the main thread is in a phase of the step: `data`, `forward`, `backward`, `optimizer`,
+        `checkpoint`, or `exposed_pipeline`. In `exposed_pipeline` the rank waits for another pipeline stage; this phase
+        may be nested in another phase.
         """  # fmt: skip
         return nothing(name)
 
@@ -94,7 +94,7 @@ class Profiler(Protocol):
 
 
 class NoProfiler(Profiler):
-    """Does nothing."""
+    """The profiler of a run without profiling: it does nothing."""
 
 
 class SeveralProfilers(Profiler):

@@ -1,4 +1,4 @@
-"""What a rank's memory holds, by item, and its peak."""
+"""The memory that a rank's parameters, gradients and optimizer state hold, and the peak of its memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titanlab.techniques.profiler.profilers_schema import ITEM_RANK, ITEMS, REST
 
 
 def held(*, on_gpu: bool) -> dict[str, float]:
-    """GiB of what this rank holds on its device by item; `rest` is what its peak so far has beyond them."""
+    """GiB that this rank holds on its device, by item; `rest`: how much more its peak so far is than all items."""
     sizes = consumers("cuda" if on_gpu else "cpu")
     peak = torch.cuda.max_memory_reserved() if on_gpu else peak_resident_bytes()
     sizes[REST] = max(0, peak - sum(sizes.values()))
@@ -28,13 +28,13 @@ def held(*, on_gpu: bool) -> dict[str, float]:
 
 
 def fullest(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What the rank that needs most memory holds, as metrics, and its number."""
+    """Metrics: the GiB by item of the rank that needs most memory, and the number of that rank."""
     rank = max(range(len(rows)), key=lambda number: sum(rows[number].values()))
     return {**{item_metric(item): size for item, size in rows[rank].items()}, ITEM_RANK: rank}
 
 
 def held_line(row: Mapping[str, float]) -> str:
-    """The items of a row in one line."""
+    """One line for the log with the items of a row of `fullest`."""
     sizes = (f"{item} {row[item_metric(item)]:.3g} GiB" for item in (*ITEMS, REST))
     return f"memory by item, most on rank {int(row[ITEM_RANK])}: {', '.join(sizes)}"
 
@@ -47,21 +47,21 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident memory of this process so far. Linux counts kibibytes, macOS bytes."""
+    """Largest resident memory of this process so far, in bytes. Linux counts kibibytes, macOS bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def forget_peak() -> None:
-    """Give unused memory back, and let the peak of resident memory begin anew; does nothing but on Linux with glibc."""
-    # AttributeError: another C library.
+    """Give unused memory back, and let the peak of resident memory begin anew. Only Linux with glibc can do this."""
+    # AttributeError: a C library other than glibc lacks malloc_trim.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def consumers(device: str | None = None) -> dict[str, int]:
-    """Bytes of the parameters, gradients and optimizer state of this process; shared storages count once.
+    """Bytes of this process's parameters, gradients and optimizer state, by item; a shared storage counts once.
 
     Args:
         device: count only what is on devices of this type.
@@ -69,7 +69,7 @@ def consumers(device: str | None = None) -> dict[str, int]:
     # Not isinstance: it reads `__class__` of lazy proxies, which may import their libraries.
     tensors = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     optimizers = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
-    # Here isinstance: a parameter that is a DTensor has the type DTensor.
+    # isinstance is right here: a parameter that is a DTensor has the type DTensor.
     parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
     states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
     gradients = [parameter.grad for parameter in parameters]

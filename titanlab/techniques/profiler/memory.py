@@ -23,7 +23,7 @@ from titanlab.techniques.profiler.trace import OTHER, PHASES, write_whole
 
 RANK = "memory_by_phase/rank"
 _SAMPLE_SECONDS = 0.002
-# Phases in which memory belongs to a layer.
+# Phases in which each layer's memory is recorded.
 _PASSES = ("forward", "backward")
 
 
@@ -45,7 +45,7 @@ class MemoryProfiler(Profiler):
             self._used = lambda: torch.cuda.memory_allocated(device)
             # Private, but torch's documented way to record the allocator's history.
             torch.cuda.memory._record_memory_history(max_entries=self._config.entries, stacks="python")
-            # Private: calls back before the exception frees what the frames hold. Only builds for GPUs have it.
+            # Private: the callback runs before the exception frees what Python's frames hold. Only GPU builds have it.
             attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
             if attach is not None:
                 attach(self._at_out_of_memory)
@@ -71,7 +71,7 @@ class MemoryProfiler(Profiler):
             self._sampler = _Sampler(self._used, layers_of(self.links.model))
 
     def _by_layer(self, rows: Sequence[dict[str, float]], step: int) -> list[str]:
-        """Write the layers' peaks, the largest of the ranks, into a table; return a line with the largest of all."""
+        """Write a table of each layer's peaks, the largest of all ranks; return a line with the largest layers."""
         peaks: dict[str, float] = {}
         for name, peak in (item for row in rows for item in row.items() if item[0] not in PHASES):
             peaks[name] = max(peaks.get(name, 0.0), peak)
@@ -97,12 +97,12 @@ class MemoryProfiler(Profiler):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_snapshot(self, moment: str) -> None:
-        """Write a file of the allocator's history; titanlab reads none of them, because they are pickles."""
+        """Write the allocator's history into a file; titanlab itself never reads these files: they are pickles."""
         path = self._traces / f"attempt-{self._attempt}-{moment}-rank-{self._rank}.snapshot.pickle"
         write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)), self.links.failed)
 
     def _at_out_of_memory(self, *_: int) -> None:
-        # The run's own error must be reported, not that of a full disk.
+        # Report the run's own error, not that of a full disk.
         with contextlib.suppress(OSError, RuntimeError):
             self._write_snapshot("out-of-memory")
 
@@ -117,9 +117,9 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Sampler:
-    """Peaks by phase, and by layer and pass, sampled by a thread and where phases or layers change.
+    """Peaks of memory by phase, and by layer and pass. A thread samples, and so does each change of phase or layer.
 
-    A layer's backward lasts from the gradient of its output to the next layer's, or to the end of the phase.
+    A layer's backward lasts from its output's gradient to that of the layer that comes next, or to the phase's end.
     """
 
     def __init__(self, used: Callable[[], int], layers: Mapping[str, nn.Module]) -> None:
@@ -128,7 +128,7 @@ class _Sampler:
         self._ends = threading.Event()
         self._hooks = []
         for name, layer in layers.items():
-            # The gathers of FSDP2 are part of the layer: its hook that frees runs after this one.
+            # FSDP2's gathers count as part of the layer: FSDP2's hook that frees them runs after this hook.
             self._hooks.append(layer.register_forward_pre_hook(functools.partial(self._enter, name), prepend=True))
             self._hooks.append(layer.register_forward_hook(functools.partial(self._end, name), prepend=True))
         self._note()
@@ -153,14 +153,14 @@ class _Sampler:
         self._note()
 
     def _end(self, layer: str, _: nn.Module, __: Any, output: Any) -> None:
-        # A block that is recomputed ends in its own backward.
+        # In the backward phase this is a recomputation: the layer goes on with its backward.
         if self._phase != "backward":
             self._enter("")
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(functools.partial(self._enter, layer))
 
     def close(self) -> dict[str, float]:
-        """The peaks in GiB, by phase, 0 for a phase that was not entered; then by layer and pass."""
+        """Stop, and return the peaks in GiB: by phase (0 if it was not entered), then by layer and pass."""
         self._ends.set()
         self._thread.join()
         for hook in self._hooks:
@@ -185,7 +185,7 @@ def metric(phase: str) -> str:
 
 
 def largest(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The largest of the ranks' peaks by phase as metrics, and the rank that has the largest of all."""
+    """Metrics: the largest peak of all ranks by phase, and the rank with the largest peak of all."""
     rank = max(range(len(rows)), key=lambda number: max(rows[number].values()))
     return {**{metric(name): max(row[name] for row in rows) for name in PHASES}, RANK: rank}
 
@@ -197,9 +197,9 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @contextlib.contextmanager
 def named_consumers() -> Iterator[None]:
-    """Add what the memory holds, the largest first, to an out-of-memory error that the block raises.
+    """If the block raises an out-of-memory error, put what the memory holds, the largest first, into its message.
 
-    torch's message follows.
+    torch's own message follows.
     """
     try:
         yield
@@ -212,19 +212,19 @@ def named_consumers() -> Iterator[None]:
 
 
 def _described(error: BaseException) -> str:
-    """The error's message; its first line names this rank's consumers, and the module whose forward raised."""
+    """A line that names what this rank's memory holds and the module whose forward raised; then the error's message."""
     names: dict[int, str] = {}
     module, trace = "", error.__traceback__
     while trace is not None:
         caller = trace.tb_frame.f_locals.get("self")
         if isinstance(caller, nn.Module):
-            # The first one is the model.
+            # The first module on the stack is the model.
             names = names or {id(each): name for name, each in caller.named_modules()}
             module = names.get(id(caller), module)
         trace = trace.tb_next
     message = str(error)
     line = message.splitlines()[0] if message else "out of memory"
-    # CUDA's message goes on with a paragraph of advice.
+    # After this, CUDA's message has a paragraph of advice.
     head = re.split(r"\.? GPU \d|\. Error code", line)[0].rstrip(". ")
     match = _CUDA_ALLOCATED.search(message)
     whole = float(match[1]) * _UNITS[match[2]] if match else resident_bytes()

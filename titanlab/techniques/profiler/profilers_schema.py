@@ -127,7 +127,7 @@ class Breakdown(Windows):
 
     kind: str = "breakdown"
     uses_torch_profiler: ClassVar[bool] = True
-    # Profiled steps are slower: their share of the run's time stays small.
+    # Profiled steps are slower, so they must be a small share of all steps.
     every: int = 100
 
     def implementation(self) -> Profiler:
@@ -136,7 +136,7 @@ class Breakdown(Windows):
         return BreakdownProfiler(self)
 
 
-# What memory holds, in rows of this kind. `rest` is what the peak of a rank has beyond the items.
+# Rows of metrics about what memory holds. `rest` is how much larger a rank's peak is than the sum of its items.
 BY_ITEM, ITEM_RANK = "memory_by_item", "memory_by_item/rank"
 ITEMS, REST = ("parameters", "gradients", "optimizer state"), "rest"
 
@@ -146,12 +146,12 @@ def item_metric(item: str) -> str:
     return f"{BY_ITEM}/{item.replace(' ', '_')}(GiB)"
 
 
-# The kind of the profiler's row in metrics.jsonl, and the names of its metrics: FLOP/s and bytes/s; seconds; bytes.
+# The kind of the profiler's row in metrics.jsonl; then its metrics, in FLOP/s and bytes/s, in seconds, and in bytes.
 KIND = "rates"
 PRODUCT, ATTENTION, COPY, POINTWISE = "rates/product", "rates/attention", "rates/copy", "rates/pointwise"
 LAUNCH, PROCESS, COLLECTIVE = "rates/launch(s)", "rates/process(B)", "rates/collective"
-# Casts to float8 by separate kernels, in bytes that these read and write; the host's time to start one kernel in eager
-# mode, and for the hooks of FSDP2 around one collective.
+# Casts to float8 by separate kernels, in bytes/s that they read and write; the host's seconds to start one kernel in
+# eager mode, and for the hooks of FSDP2 around one collective.
 CAST, HOST, HOOK = "rates/cast", "rates/host(s)", "rates/hook(s)"
 # Groups of ranks for collectives: the ranks of a node, and all ranks.
 NODE, WORLD = "node", "world"

@@ -23,38 +23,38 @@ from titanlab.techniques.profiler.contract import Profiler
 from titanlab.techniques.profiler.held import peak_resident_bytes
 from titanlab.techniques.profiler.profilers_schema import Rates
 
-# Number of measurements of a figure; their median counts.
+# Each figure is the median of this many measurements.
 _TIMES = 7
 _COLLECTIVE_TIMES = 15
 _LAUNCHES = 50
 # Elements of the tensor whose copies measure the bandwidth of memory: 64 MiB in float32, more than caches hold.
 _COPIED = 2**24
-# Elements of the tensor of pointwise operations: 4 MiB in float32, as in a block of a model.
+# Elements of the tensor of pointwise operations: 4 MiB in float32, as in a transformer block.
 _POINTWISE = 2**20
-# Kernels of attention, by the planner's names; the width of their heads by kind of device, and their number.
+# Kernels of attention, by the planner's names; then the width of a head by kind of device, and the number of heads.
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 _WIDTHS, _HEADS = {"cpu": 64, "cuda": 128}, 8
-# Before the first measurement, products run for this many times the seconds of one figure.
+# Before the first measurement, products run this many times as long as one figure takes.
 _SETTLING = 10
 # FLOPs of the backward pass of attention, as a multiple of the forward pass (arXiv 2307.08691, section 2.3).
 _BACKWARD = 2.5
-# What separate kernels of a cast to float8 move for an element in bfloat16: abs 4, max 2, to float32 6, times the scale
-# 8, clamp 8, to float8 5.
+# Bytes that the separate kernels of a cast from bfloat16 to float8 move for an element: abs 4, max 2, to float32 6,
+# multiply by the scale 8, clamp 8, to float8 5.
 _CAST_BYTES = 33
 _FLOAT8 = torch.float8_e4m3fn
-# Linear layers whose host time is measured, and their width: so small that the device never waits for itself. Each is
-# followed by an activation: forward 2 kernels, backward 3. FSDP2 gathers twice and reduces once.
+# Number and width of the linear layers whose host time is measured: so small that the host is the bottleneck. After
+# each comes an activation: forward 2 kernels, backward 3. FSDP2 gathers twice and reduces once.
 _LAYERS, _WIDTH = 16, 16
 _LAYER_KERNELS, _LAYER_HOOKS = 5, 3
 _SMALLEST_MESSAGE = 2**10
 
 
 class RatesProfiler(Profiler):
-    """Measures once before the first step; every rank does the same at the same time, and the slowest counts."""
+    """Measures once before the first step. All ranks measure at the same time, and the slowest counts."""
 
     def __init__(self, config: Rates) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class RatesProfiler(Profiler):
             own.update(_collectives(self._config, device))
         of_ranks, row = self.links.gather(own), {}
         for name in own:
-            # The slowest rank: the longest time, the most memory, the least rate.
+            # The slowest rank counts: the longest time, the most memory, or the lowest rate.
             is_cost = name.startswith(names.COLLECTIVE) or name in (names.LAUNCH, names.PROCESS, names.HOST, names.HOOK)
             slowest = max if is_cost else min
             row[name] = slowest(figures[name] for figures in of_ranks)
@@ -76,19 +76,19 @@ class RatesProfiler(Profiler):
 
 
 def _of_device(config: Rates, device: torch.device) -> dict[str, float]:
-    """FLOP/s, bytes/s and seconds of one device, alone."""
+    """Measured FLOP/s, bytes/s and seconds of one device, without communication."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def random(*shape: int) -> torch.Tensor:
         return torch.rand(shape, device=device).to(dtype)
 
     def seconds(call: Callable[[], object]) -> float:
-        """Median time of a call, from as many calls as fit into the time for one figure."""
+        """Median seconds of a call; makes as many calls as fit into the time for one figure."""
         once = mean_seconds(call, 1, device)
         count = max(1, round(config.seconds / _TIMES / max(once, 1e-7)))
         return statistics.median(mean_seconds(call, count, device) for _ in range(_TIMES))
 
-    # Products [rows, inner] · [inner, columns]: squares, and those of a linear layer.
+    # Products [rows, inner] · [inner, columns]: of square matrices, and as in a linear layer.
     side, small = config.largest, max(16, config.largest // 4)
     shapes = [(side // part,) * 3 for part in (8, 4, 2, 1)]
     shapes += [(side, small, 3 * small), (side, 3 * small, small), (small, side, 3 * small)]
@@ -102,7 +102,7 @@ def _of_device(config: Rates, device: torch.device) -> dict[str, float]:
         figures[f"{names.PRODUCT} {rows}x{inner}x{columns}"] = 2 * rows * inner * columns / seconds(product)
     q = random(1, _HEADS, max(1, side // 2), _WIDTHS[device.type])
     for name, backend in _KERNELS.items():
-        # A kernel that the device lacks says why in warnings, and raises.
+        # If the device does not support a kernel, torch warns and raises: leave the kernel out.
         with sdpa_kernel(backend), warnings.catch_warnings(), contextlib.suppress(RuntimeError):
             warnings.simplefilter("ignore")
             ahead, back = _attention_seconds(q, seconds)
@@ -112,7 +112,7 @@ def _of_device(config: Rates, device: torch.device) -> dict[str, float]:
             figures[f"{names.ATTENTION} {name} backward"] = _BACKWARD * flops / back
     copied = random(_COPIED)
     target = torch.empty_like(copied)
-    # Each element is read and written; in the sum of two tensors, two are read.
+    # A copy reads and writes each element; a product of two tensors reads two and writes one.
     figures[names.COPY] = 2 * copied.nbytes / seconds(lambda: target.copy_(copied))
     some, other = random(_POINTWISE), random(_POINTWISE)
     figures[names.POINTWISE] = 3 * some.nbytes / seconds(lambda: some * other)
@@ -124,13 +124,13 @@ def _of_device(config: Rates, device: torch.device) -> dict[str, float]:
 
 
 def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in float8 by one scale, as torchao casts it outside of compiled code."""
+    """The tensor in float8 with one scale, cast as torchao casts outside of compiled code."""
     most = torch.finfo(_FLOAT8).max
     return (tensor.float() * (most / tensor.abs().max().float())).clamp(-most, most).to(_FLOAT8)
 
 
 def _attention_seconds(q: torch.Tensor, seconds: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
-    """Seconds of the forward and of the backward pass."""
+    """Seconds of the forward and of the backward pass of attention."""
     ahead = seconds(partial(F.scaled_dot_product_attention, q, q, q, is_causal=True))
     with torch.enable_grad():
         query, key, value = (q.clone().requires_grad_() for _ in range(3))
@@ -140,7 +140,7 @@ def _attention_seconds(q: torch.Tensor, seconds: Callable[[Callable[[], object]]
 
 
 def _of_host(config: Rates, device: torch.device) -> dict[str, float]:
-    """Seconds of the host for one kernel in eager mode, and with several ranks for a collective of FSDP2."""
+    """Seconds of the host for one kernel in eager mode and, with several ranks, for FSDP2's hooks of one collective."""
 
     def layer_seconds(layers: nn.Module) -> float:
         layers(x).sum().backward()
@@ -163,7 +163,7 @@ def _of_host(config: Rates, device: torch.device) -> dict[str, float]:
         plain = layer_seconds(linears())
         figures = {names.HOST: plain / _LAYER_KERNELS}
         if dist.is_initialized():
-            # Imported here: it takes a second. Each rank is alone, so that no time of a network counts.
+            # Imported here, because the import takes a second. Each group has one rank, so that no network time counts.
             from torch.distributed.fsdp import fully_shard
 
             mesh = DeviceMesh.from_group(dist.new_subgroups(group_size=1)[0], device.type)
@@ -177,7 +177,7 @@ def _of_host(config: Rates, device: torch.device) -> dict[str, float]:
 
 
 def mean_seconds(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Mean seconds of a call; on a GPU, of the device."""
+    """Mean seconds of a call: by the device's clock on a GPU, else by the host's."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -193,7 +193,7 @@ def mean_seconds(call: Callable[[], object], count: int, device: torch.device) -
 
 
 def _collectives(config: Rates, device: torch.device) -> dict[str, float]:
-    """Seconds of collectives: `rates/collective GROUP RANKS KIND BYTES`, with the bytes of the whole tensor."""
+    """Seconds of collectives, by `rates/collective GROUP RANKS KIND BYTES`; BYTES are those of the whole tensor."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return {}
     world, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -212,7 +212,7 @@ def _collectives(config: Rates, device: torch.device) -> dict[str, float]:
 
 
 def _of_size(size: int, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[tuple[str, float]]:
-    """Kind and seconds of each collective on a tensor of some bytes, in float32."""
+    """Kind and seconds of each collective on a float32 tensor of `size` bytes."""
     ranks = dist.get_world_size(group)
     elements = max(1, size // 4 // ranks) * ranks
     whole = torch.rand(elements, device=device)

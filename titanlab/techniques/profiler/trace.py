@@ -1,8 +1,8 @@
-"""What torch.profiler (Kineto) records: traces as files, and what the time of profiled steps went to.
+"""What torch.profiler (Kineto) records: traces as files, and the division of a profiled step's time into parts.
 
 Every instant of a step belongs to one part, the first that fits: exposed communication of an axis, if a collective runs
-and nothing computes; the phase that computes; data or the checkpoint, if the host is in them; `other`. So the parts add
-up to the step.
+and nothing computes; the phase that computes; data or the checkpoint, if the host is in this phase; `other`. So the
+parts add up to the step.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Event = Mapping[str, Any]
 
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-# Events around Python code that may wait for collectives; operations inside them have their own events.
+# Prefixes of events around Python code that may wait for collectives; the operations inside have their own events.
 _NO_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "titanlab::")
-# gloo runs a reduce_scatter as an all_reduce and drops the parts of other ranks.
+# gloo runs a reduce_scatter as an all_reduce and drops the other ranks' parts, so the names of both kinds may appear.
 _GLOO_KINDS = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
 
 
 class TimeSpan(NamedTuple):
-    """An interval of time in µs, and what it belongs to."""
+    """An interval of time in µs; `name`: the part or phase of the step to which it belongs."""
 
     begin: float
     end: float
@@ -54,11 +54,11 @@ class TimeSpan(NamedTuple):
 
 
 def step_parts(events: Iterable[Event], axes: Mapping[str, str]) -> dict[str, float]:
-    """The mean over the steps in a trace: seconds of a step as `step`, and of each part; empty without steps.
+    """Mean seconds of a step (`step`) and of each of its parts, over the steps in a trace; empty without steps.
 
     Args:
         events: `traceEvents` of a trace with the phases' annotations.
-        axes: name of a process group → axis, for the kernels of NCCL; other groups are `other_group`.
+        axes: name of a process group → axis, for NCCL's kernels; groups that it lacks are `other_group`.
     """
     complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
     steps = [event for event in complete if event["name"].startswith("ProfilerStep#") and not _is_of_gpu(event)]
@@ -84,8 +84,8 @@ def step_parts(events: Iterable[Event], axes: Mapping[str, str]) -> dict[str, fl
     return {name: seconds / len(steps) for name, seconds in {STEP: whole, **parts}.items()}
 
 
-# Three kinds of spans: something computes, with the name of its phase (empty: the host's phase); collectives, with
-# their part, `exposed_` and their axis; phases of the host.
+# Three lists of spans. Computations, with the name of their phase (empty: the host's phase counts). Collectives, with
+# the name of their part: `exposed_` and the axis. Phases of the host.
 _Layers = tuple[Sequence[TimeSpan], Sequence[TimeSpan], Sequence[TimeSpan]]
 
 
@@ -108,7 +108,7 @@ def _of_cpu(events: Sequence[Event], own: list[TimeSpan], waits: list[TimeSpan],
 
 
 def _issuer(time: float, kind: str, issues: list[tuple[Any, ...]]) -> str:
-    """The axis of the latest operation before this time that can have begun the collective."""
+    """The axis of the latest operation that was issued before this time and can have begun the collective."""
     for index in range(len(issues) - 1, -1, -1):
         begin, axis, issued = issues[index]
         if begin <= time and kind in _GLOO_KINDS.get(issued, (issued,)):
@@ -133,7 +133,7 @@ def _of_gpu(events: Sequence[Event], own: list[TimeSpan], axes: Mapping[str, str
             axis = axes.get(str(arguments.get("Process Group Name")), "other_group")
             sends.append(_span(event, EXPOSED + axis))
             continue
-        # A GPU runs a kernel after its launch: the phase is the one in which the host launched it.
+        # A GPU runs a kernel some time after the host launched it; the kernel belongs to the phase of the launch.
         at = launched.get(arguments.get("correlation"), float(event["ts"]))
         index = bisect.bisect_right(starts, at) - 1
         inside = index >= 0 and at < own[index].end
@@ -185,18 +185,18 @@ def _is_of_gpu(event: Event) -> bool:
 
 
 def metrics(parts: Mapping[str, float]) -> dict[str, float]:
-    """The parts by their names in rows of metrics."""
+    """The parts of a step as a row of metrics."""
     return {f"breakdown/{name}(s)": seconds for name, seconds in parts.items()}
 
 
 def mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of the ranks' parts; a part that a rank lacks took it no time."""
+    """The mean over ranks of each part; a rank that lacks a part spent no time in it."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: sum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
 
 
 def line(parts: Mapping[str, float]) -> str:
-    """The parts in one line, the largest first, without those that round to 0.0%."""
+    """One line for the log: the parts of a step, the largest first, without those that round to 0.0%."""
     whole = parts[STEP]
     named = {name.replace(EXPOSED, "exposed "): 100 * parts[name] / max(whole, 1e-12) for name in parts if name != STEP}
     shares = sorted(((share, name) for name, share in named.items() if share >= 0.05), reverse=True)
@@ -208,7 +208,7 @@ FAULTS = (OSError, RuntimeError, ValueError)
 
 
 def write_whole(path: Path, write: Callable[[Path], object], failed: Callable[[str, Exception], None]) -> bool:
-    """Write a file under another name, and rename it; if this fails, report it, leave no file, and return False."""
+    """Write a file under another name, then rename it. If this fails, call `failed`, leave no file, return False."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         # Do not create parents: a run's folder that was moved or removed must not come back.
@@ -226,7 +226,7 @@ def write_whole(path: Path, write: Callable[[Path], object], failed: Callable[[s
 
 @contextlib.contextmanager
 def chrome_trace(running: profile) -> Iterator[Path]:
-    """A temporary file with the trace of a profile, as JSON.
+    """A temporary file with the trace of a profile, as JSON; it is deleted after the block.
 
     Raises:
         OSError: the folder for temporary files is full.
@@ -242,7 +242,7 @@ def chrome_trace(running: profile) -> Iterator[Path]:
 
 
 class WindowsProfiler(Profiler):
-    """Records windows of steps with torch.profiler, each after one step of warm-up; `taken` gets the record."""
+    """Records windows of steps with torch.profiler, each after one step of warm-up, and calls `taken` with each."""
 
     def __init__(self, config: Trace | Breakdown) -> None:
         self._config = config
@@ -263,8 +263,8 @@ class WindowsProfiler(Profiler):
                 **self.options(),
             )
             with warnings.catch_warnings():
-                # torch 2.11 warns of this in the first cycle, and a window has one cycle. To keep the events
-                # (acc_events), torch would make a Python object of each event at the end of the window.
+                # torch 2.11 warns in the first cycle that a profiler forgets the events of earlier cycles; a window has
+                # one cycle. With acc_events, torch would make a Python object of each event at the end of the window.
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events")
                 self._profile.start()
         elif self._profile is not None:
@@ -287,14 +287,14 @@ class WindowsProfiler(Profiler):
         self._end()
 
 
-# Most operators in a row of metrics, and in the line of the log.
+# How many operators a row of metrics and a line of the log name at most.
 _OPERATORS, _SHOWN = 10, 3
 
 
 class TraceProfiler(WindowsProfiler):
-    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window; an incomplete one has fewer steps.
+    """Writes `traces/attempt-A-steps-B-C-rank-R.json.gz` after each window; a window that is cut short has fewer steps.
 
-    Beside it, `….operators.csv` has the operators, the costliest first; rank 0 reports the first of them.
+    `….operators.csv` beside it lists the operators, the costliest first; rank 0 reports the first of them.
     """
 
     _config: Trace
@@ -321,16 +321,16 @@ class TraceProfiler(WindowsProfiler):
             self.links.report("operators", self._last, row, [text])
 
 
-# Seconds, name, calls, seconds of the host and of the device: in all steps, without the operators that it calls.
+# Seconds, name, calls, seconds of the host and of the device: over all steps, without the operators it calls itself.
 _OperatorTime = tuple[float, str, int, float, float]
 
 
 def costliest(running: profile) -> list[_OperatorTime]:
-    """The operators of a profile, the costliest first: by the device, or by the host in a profile without a device."""
+    """The operators of a profile, the costliest first: by device time, or by host time if no device was profiled."""
     found = [
         (event.key, event.count, event.self_cpu_time_total / 1e6, event.self_device_time_total / 1e6)
         for event in running.key_averages()
-        # The device's own events are its kernels, whose time the operators have too.
+        # Events of the device itself are kernels; their time is already in the operators' device time.
         if event.device_type == DeviceType.CPU and not event.is_user_annotation
     ]
     on_device = any(device for *_, device in found)
@@ -346,7 +346,7 @@ def _write_table(operators: Sequence[_OperatorTime], path: Path) -> None:
 
 
 class BreakdownProfiler(WindowsProfiler):
-    """Reports the mean over ranks of a step's parts after each window, and after the first what memory holds."""
+    """Reports a step's parts, as means over ranks, after each window; after the first also what memory holds."""
 
     def __init__(self, config: Breakdown) -> None:
         super().__init__(config)
@@ -358,19 +358,19 @@ class BreakdownProfiler(WindowsProfiler):
     def phase(self, name: str) -> AbstractContextManager[None]:
         if self._profile is None:
             if self._has_events and name == "data":
-                # The events of a window are no part of what a step needs. A GPU's memory has none of them.
+                # On a CPU the events of a window take memory that a step does not need: leave them out of the peak.
                 self._has_events = False
                 forget_peak()
             return contextlib.nullcontext()
         if not self._held and name == "optimizer":
-            # In the step of warm-up, when all gradients exist.
+            # This is in the step of warm-up, when all gradients exist.
             self._held = held(on_gpu=self._on_gpu)
         return record_function(PHASE + name)
 
     def after_step(self, step: int) -> None:
         was_recording = self._profile is not None
         if was_recording and self._on_gpu:
-            # The kernels of a step must end inside the step.
+            # Wait, so that the kernels of a step end inside the step.
             torch.cuda.synchronize()
         super().after_step(step)
         if was_recording and self._profile is None:
@@ -389,7 +389,7 @@ class BreakdownProfiler(WindowsProfiler):
         super()._end()
 
     def taken(self, running: profile) -> None:
-        """Find the mean seconds of a step and of its parts, or the fault of the disk that prevents it."""
+        """Store the mean seconds of a step and of its parts, or the error of the disk that prevents it."""
         self._parts: dict[str, float] = {}
         self._fault: Exception | None = None
         if self._closed:

@@ -1,4 +1,4 @@
-"""Actions of a pipeline's ranks: the rules that make lists of them a schedule, and the simulated timeline of one."""
+"""Actions of a pipeline's ranks; the rules that make lists of actions a schedule; a schedule's simulated timeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Kind(StrEnum):
     """Kind of a computation, with the letters of torch's schedules."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # both halves at once
+    BACKWARD = "B"  # I and W at once
     INPUT = "I"  # only the gradient of the stage's input, for which the previous stage waits
     WEIGHT = "W"  # the gradient of the stage's weights, for which no stage waits
 
@@ -31,9 +31,9 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-# B gives the gradient of the input, as I does.
+# B also makes the result of I: the gradient of the input.
 _RESULT = {kind: Kind.INPUT if kind is Kind.BACKWARD else kind for kind in Kind}
-# What an action of each kind needs: the kind of a result, and how many stages after its own.
+# What an action of each kind needs: the kind of a result, and from how many stages after its own it comes.
 _NEEDS: Mapping[Kind, Sequence[tuple[Kind, int]]] = {
     Kind.FORWARD: [(Kind.FORWARD, -1)],
     Kind.BACKWARD: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
@@ -69,7 +69,7 @@ class ActionList(list[Action]):
                 done[Kind.WEIGHT] += 1
 
     def done(self, stage: int, kind: Kind) -> int:
-        """Number of the stage's actions of this kind; a full backward counts as one of each half."""
+        """Number of the stage's actions of this kind; a full backward (B) counts as one I and one W."""
         return self._done[stage][kind]
 
 
@@ -80,7 +80,7 @@ class OrderError(TitanlabError):
     """Lists of actions are not a schedule.
 
     Attributes:
-        index: of the faulty action in that list; None: an action is missing.
+        index: place of the faulty action in the rank's list; None: an action is missing.
     """
 
     def __init__(self, rank: int, index: int | None, rule: str) -> None:
@@ -145,7 +145,7 @@ def validate(orders: Orders, placement: Sequence[int], *, microbatches: int) -> 
 
 
 def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list[int]]]:
-    """Yield rank, action and what the action needs, in an order in which all can be executed.
+    """Yield each action with its rank and its needs, in an order in which all actions can be executed.
 
     Needs are numbers of other actions, counted from 0 in the order in which this function yields them.
 
@@ -155,7 +155,7 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
     span = 1 + max((action.microbatch for order in orders for action in order), default=0)
     # For each kind of result: at index stage · span + microbatch, the number of the action that made it.
     made: dict[Kind, list[int | None]] = {kind: [None] * (stages * span) for kind in Kind}
-    # For each kind and stage: the lists with the results that an action needs, and the offset to its own index.
+    # For each kind and stage: the lists of results that an action needs, and the offset of each from the own index.
     sources = {
         kind: [
             [(made[result], step * span) for result, step in _NEEDS[kind] if 0 <= stage + step < stages]
@@ -190,7 +190,7 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
 
 
 def _waits(orders: Orders, places: Sequence[int], stuck: Sequence[int], stages: int) -> Iterator[str]:
-    """For each stuck rank, what it waits for; `places`: by rank, the first action that has not run."""
+    """A text for each stuck rank: what it waits for. `places`: by rank, the index of the first action still to run."""
     # (stage, kind, microbatch) of a result → whether its action has run, the action's rank, and the action.
     known: dict[tuple[int, Kind, int], tuple[bool, int, Action]] = {}
     for rank, order in enumerate(orders):
@@ -217,7 +217,7 @@ def _waits(orders: Orders, places: Sequence[int], stuck: Sequence[int], stages: 
 # Duration of each kind in seconds or any other unit: one number for all stages, or one for each stage.
 Durations = Mapping[Kind, float | Sequence[float]]
 
-# Each of a matrix product's two gradients has as many FLOPs as the product.
+# Each of the two gradients of a matrix product takes as many FLOPs as the product.
 DURATIONS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.INPUT: 1.0, Kind.WEIGHT: 1.0}
 
 

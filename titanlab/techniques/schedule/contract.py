@@ -44,7 +44,7 @@ class PipelineSchedule(OptionConfig, Protocol):
     def peak_in_flight(self, *, ranks: int, microbatches: int) -> float:
         """Largest number of microbatches whose activations a rank keeps, as `Timeline` counts them.
 
-        By default counted in the actions; a schedule with a formula overrides this, which is faster.
+        By default this is counted in the actions; a schedule with a formula overrides this method, which is faster.
         """
         return max(map(peak_in_flight, self.actions(ranks=ranks, microbatches=microbatches)))
 
@@ -80,7 +80,7 @@ def timeline_of(
     """The simulated timeline of a schedule.
 
     Args:
-        durations: of one microbatch through all layers of a rank, which its stages share.
+        durations: time of one microbatch through all layers of a rank; each stage of the rank takes an equal part.
         transfer: time to send a tensor from one rank to another, in the same unit.
     """
     placement = schedule.placement(ranks=ranks)

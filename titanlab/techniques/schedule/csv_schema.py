@@ -96,7 +96,7 @@ class CsvSchedule(PipelineSchedule):
         if not self.file.strip():
             cure = "write one with `titanlab schedule 1f1b --csv my.csv`: schedule.file=my.csv"
             raise ConfigError(KEY, self.file, "names no file", cure)
-        # Ranks need not start in the same folder.
+        # An absolute path, because ranks need not start in the same folder.
         object.__setattr__(self, "file", str(user_path(self.file).absolute()))
 
     def fixed_size(self) -> tuple[int, int]:
@@ -104,7 +104,7 @@ class CsvSchedule(PipelineSchedule):
         return len(orders), _microbatches(orders)
 
     def stage_count(self, *, ranks: int) -> int:
-        """At least one stage for each rank; the exact number needs the file."""
+        """The least possible number, one stage for each rank; only the file has the exact number."""
         return ranks
 
     def placement(self, *, ranks: int) -> list[int]:

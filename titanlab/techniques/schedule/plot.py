@@ -117,7 +117,7 @@ def draw(panels: Sequence[tuple[str, Timeline]], path: Path) -> None:
     """Write a figure of timelines.
 
     Raises:
-        ConfigError: unknown ending, a place that takes no file, too many actions, or matplotlib is not installed.
+        ConfigError: unknown ending, a path that cannot be written, too many actions, or matplotlib is not installed.
     """
     actions = sum(len(events) for _, timeline in panels for events in timeline.events)
     if actions > LIMIT:
@@ -174,7 +174,7 @@ def _label(action: Action) -> str:
 
 
 def draw_panel(axis: Any, title: str, timeline: Timeline, *, longest: float, width: float) -> list[Any]:
-    """Draw one timeline into a figure of some inches. Returns the boxes behind the ranks' rows."""
+    """Draw one timeline into a figure of `width` inches. Returns the boxes behind the rows, one for each rank."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
 

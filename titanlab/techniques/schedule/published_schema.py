@@ -152,7 +152,7 @@ class Interleaved1F1B(_Interleaved):
 
     kind: str = "interleaved_1f1b"
     splits: ClassVar[bool | None] = False
-    # A backward pass delays the gradient as long as a forward pass delays the activation.
+    # For each rank, the activation takes a forward pass on its way down, the gradient a backward pass on its way back.
     _lead_per_rank: ClassVar[int] = 2
     _backward: ClassVar[tuple[tuple[Kind, int], ...]] = ((B, 0),)
 
@@ -180,7 +180,7 @@ def rounds(*, ranks: int, microbatches: int) -> list[range]:
 
 
 def _in_turn(passes: list[tuple[Kind, list[tuple[int, int]], int]]) -> list[Action]:
-    """The actions of several kinds in turn: each kind with its (stage, microbatch) pairs, and the turn of the first."""
+    """Actions in which kinds take turns; `passes`: each kind, its (stage, microbatch) pairs, and its first turn."""
     columns = [
         [*[None] * begin, *(Action(stage, kind, number) for stage, number in steps)] for kind, steps, begin in passes
     ]
@@ -227,7 +227,7 @@ class OneFOneB(OneStage):
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
         orders = []
         for rank in range(ranks):
-            # The number of stages from this rank to the last: after that many, the first gradient can arrive.
+            # As many forward passes as stages from this rank to the last: then the first gradient can arrive.
             warm_up = min(microbatches, ranks - rank)
             order = ActionList()
             order.add(rank, *[F] * warm_up)
@@ -254,8 +254,8 @@ class ZBV(VShaped):
         return min(ranks, microbatches)
 
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        # The construction needs 2·ranks − 1 microbatches. If there are fewer, remove the actions of the surplus: no
-        # microbatch waits for another.
+        # The construction needs 2·ranks − 1 microbatches. If there are fewer, construct as many and remove the surplus:
+        # no microbatch waits for another.
         count = max(2 * ranks - 1, microbatches)
         orders = [_zbv_of_rank(rank, ranks=ranks, microbatches=count) for rank in range(ranks)]
         return [[action for action in order if action.microbatch < microbatches] for order in orders]

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from titanlab.errors import ConfigError
 
-# Cuts that one search tries before it stops, some tenths of a second in all; the best result until then is used.
+# A search stops after this many tried cuts (some tenths of a second); the best result until then is used.
 # Without the limit, a proof of optimality can take practically for ever if all pieces have different costs.
 PATIENCE = 20_000
 ROUNDING = 1e-9  # loads with a smaller relative difference are equal
@@ -20,11 +20,11 @@ SLACK = 0.01
 
 
 def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> list[int]:
-    """First piece of every stage of a balanced pipeline.
+    """The first piece of every stage, such that the pipeline is balanced.
 
     Minimises the largest load of a rank, and then the largest stage, for which the load may grow by `SLACK`; every
-    stage has at least one piece. The result is exact for one stage per rank, and for several if the searches end within
-    `PATIENCE`, as they do for models with equal blocks.
+    stage has at least one piece. The result is optimal for one stage per rank, and for several if the searches end
+    within `PATIENCE`, as they do for models with equal blocks.
 
     Args:
         costs: of every piece, in the order of the forward pass; none is negative.
@@ -53,7 +53,7 @@ def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> l
 
 
 def _lightest(best: list[int], costs: Sequence[float], placement: Sequence[int]) -> list[int]:
-    """The cuts with the smallest largest load of a rank, searched from `best` on."""
+    """The cuts whose most loaded rank has the least load; the search starts from the cuts `best`."""
     least = max(sum(costs) / len(set(placement)), max(costs))
     while (load := _worst(best, costs, placement)[0]) > least * (1 + ROUNDING):
         better = _search(costs, placement, load=load * (1 - ROUNDING), width=math.inf)
@@ -64,7 +64,7 @@ def _lightest(best: list[int], costs: Sequence[float], placement: Sequence[int])
 
 
 def _worst(first: Sequence[int], costs: Sequence[float], placement: Sequence[int]) -> tuple[float, float]:
-    """Largest load of a rank, and largest stage."""
+    """The largest load of a rank, and the cost of the largest stage."""
     loads = dict.fromkeys(placement, 0.0)
     widths = []
     for rank, begin, end in zip(placement, first, [*first[1:], len(costs)], strict=True):
@@ -74,9 +74,9 @@ def _worst(first: Sequence[int], costs: Sequence[float], placement: Sequence[int
 
 
 def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
-    """The cuts that make the largest stage as small as possible and, among these, the sum of squares smallest.
+    """The cuts that make the largest stage as small as possible and, among such cuts, the sum of squared costs least.
 
-    By dynamic programming from the last stage on, over stages of at most the smallest possible size.
+    Dynamic programming from the last stage on; no stage may be larger than the least possible largest stage.
     """
     sums, pieces = [0.0, *accumulate(costs)], len(costs)
     width = _least_width(sums, stages) * (1 + ROUNDING)
@@ -85,9 +85,9 @@ def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
         cost = sums[end] - sums[begin]
         return cost * cost if cost <= width else math.inf
 
-    # By piece: the first end that makes a stage too large. A stage of one piece is never too large.
+    # By piece: the first end at which a stage that begins there is too large. A stage of one piece is never too large.
     beyond = [min(pieces, max(begin + 2, bisect_right(sums, sums[begin] + width) + 1)) for begin in range(pieces)]
-    # By piece: the squares of the stages that begin at it, by their ends; the loops over ends are in C.
+    # By piece: the squared costs of the stages that begin there, by their ends. As lists: loops over ends run in C.
     squares = [[square(begin, end) for end in range(begin + 1, beyond[begin])] for begin in range(pieces)]
     # By stage: the last piece with which it can begin if no stage before it is too large.
     last = [0]
@@ -112,19 +112,19 @@ def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _least_width(sums: Sequence[float], stages: int) -> float:
-    """The smallest possible cost of the largest of some stages.
+    """The cost of the largest stage if the pieces are cut into stages such that it is as small as possible.
 
     Args:
-        sums: of the costs of the first pieces, from none to all.
+        sums: cost of the first n pieces together, for each n from none to all.
     """
     pieces = len(sums) - 1
-    # The answer is the cost of some neighbouring pieces.
+    # The largest stage consists of neighbouring pieces, so its cost is one of these.
     widths = sorted({sums[end] - sums[begin] for begin in range(pieces) for end in range(begin + 1, pieces + 1)})
     return widths[bisect_left(widths, True, key=lambda width: _fits(sums, stages, width * (1 + ROUNDING)))]
 
 
 def _fits(sums: Sequence[float], stages: int, width: float) -> bool:
-    """Whether stages of at most this cost can have all pieces; a stage can always be cut into smaller ones."""
+    """Whether `stages` stages of at most this cost can hold all pieces; fewer may do, as a stage can be cut again."""
     begin, pieces = 0, len(sums) - 1
     for _ in range(stages):
         begin = max(begin, bisect_right(sums, sums[begin] + width) - 1)
@@ -134,16 +134,16 @@ def _fits(sums: Sequence[float], stages: int, width: float) -> bool:
 
 
 def _search(costs: Sequence[float], placement: Sequence[int], *, load: float, width: float) -> list[int] | None:
-    """First pieces of stages under two bounds, the loads of ranks and the costs of stages.
+    """The first piece of each stage, such that no rank has more than `load` and no stage costs more than `width`.
 
-    Depth first, and the stage nearest to an even share first. None: there are none, or `PATIENCE` tries found none.
+    Searches depth first, ends nearest to an even share first. None: no such cuts exist, or `PATIENCE` tries found none.
     """
     stages, pieces = len(placement), len(costs)
     sums = [0.0, *accumulate(costs)]
     later = [placement[stage + 1 :].count(rank) for stage, rank in enumerate(placement)]
-    # By stage: the ranks that have it or a later one.
+    # By stage: the ranks that have this stage or a later one.
     open_ranks = [tuple(dict.fromkeys(placement[stage:])) for stage in range(stages)]
-    # The number of pieces of median cost that fit into the remaining room is a sharper bound than sums of costs.
+    # A sharper bound than sums of costs: how many pieces of median cost fit into the room that ranks still have.
     median = sorted(costs)[pieces // 2]
     heavy = list(accumulate((cost >= median for cost in reversed(costs)), initial=0))[::-1]
     # By piece: the least number of stages for the pieces from this one on.

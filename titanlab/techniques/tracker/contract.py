@@ -1,4 +1,4 @@
-"""The contract of a tracker, and attempts/N/tracker.json: the rows that a tracker has taken. Torch-free."""
+"""The contract of a tracker, and attempts/N/tracker.json, which records the rows a tracker has taken. Torch-free."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def records_in(folder: Path) -> dict[str, Record]:
 
 def write_record(path: Path, record: Record) -> None:
     """Replace a record; if the disk is full or absent, the record stays as it is."""
-    # A row that is not recorded counts as missing. An error of a tracker never stops the run.
+    # An error of a tracker never stops the run. A row that no record has counts as missing.
     with contextlib.suppress(OSError):
         write_json(path, {"schema": RECORD_SCHEMA, **asdict(replace(record, updated=time.time()))})
 
@@ -98,7 +98,7 @@ class TrackerConfig(OptionConfig, Protocol):
 
     @property
     def is_written_at_end(self) -> bool:
-        """Whether its files are written from metrics.jsonl when the run has ended, so that no row is logged before."""
+        """Whether the tracker's files are written from metrics.jsonl after the run's end; no row is logged before."""
         return False
 
     def check_installed(self) -> None:

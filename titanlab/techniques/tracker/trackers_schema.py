@@ -93,7 +93,7 @@ class Wandb(TrackerConfig):
         return self.mode == "at_end"
 
     def check_installed(self) -> None:
-        # At the end of a run, a missing package is a line: the run itself needs none.
+        # With `at_end` the run itself does not need wandb; a line at its end says if the package is missing.
         if self.mode not in ("off", "at_end") and importlib.util.find_spec("wandb") is None:
             cure = "pip install wandb, or try tracker=jsonl"
             raise ConfigError("tracker", "wandb", "the package is not installed", cure)
@@ -104,7 +104,7 @@ class Wandb(TrackerConfig):
 
 
 def choice_for_sweeps(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """The option with which a sweep records if nothing chooses one; a line on why it is not wandb, if it is unusual."""
+    """The tracker of a sweep that chooses none, and lines for the user: why it is not wandb if that may surprise."""
     mode = environ.get("WANDB_MODE")
     if mode == "disabled":
         return "jsonl", ()
@@ -126,7 +126,7 @@ class Jsonl(TrackerConfig):
 
 @combines("tracker")
 class Several(TrackerConfig):
-    """Trackers that get the same rows; each has a field of its option's name.
+    """Several trackers that get the same rows; the config of each is in the field named after its option.
 
     `options.combination` makes the dataclass for a list of options: for `[wandb,tensorboard]` it has the fields `kind`
     (`wandb+tensorboard`), `wandb` and `tensorboard`.

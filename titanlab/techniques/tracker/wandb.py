@@ -54,7 +54,7 @@ _ENV_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "di
 
 
 def resolve_mode(config: Wandb, environ: Mapping[str, str]) -> str:
-    """`online`, `offline`, `at_end` or `off`."""
+    """The mode in which wandb runs: `online`, `offline`, `at_end` or `off`."""
     mode = config.mode
     if mode == "auto":
         mode = _ENV_MODES.get(environ.get("WANDB_MODE", ""), "online")
@@ -79,7 +79,7 @@ FOLDER = "wandb"
 
 
 def offline_files(run: Path) -> list[Path]:
-    """Files of offline starts, oldest first."""
+    """Files of the starts in wandb's offline mode, oldest first."""
     return sorted((run / FOLDER).glob("offline-run-*/run-*.wandb"))
 
 
@@ -89,7 +89,7 @@ def is_uploaded(file: Path) -> bool:
 
 
 _WRITER = "titanlab.techniques.tracker.wandb"
-# Signals with which Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
+# With these signals Slurm, torchrun and terminals ask a job to end or to save. SIGKILL cannot be ignored.
 IGNORED_SIGNALS = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -341,14 +341,14 @@ _CALL, _MACHINE, _FIRST, _SECOND = 0, 4, 16, 24
 def ignore_signals(numbers: Sequence[int]) -> bool:
     """Ignore signals in this process and in every process that it starts from now on.
 
-    Slurm and terminals send signals to every process of a run. This process and wandb's service, which it starts, end
-    after the training process has closed the pipe or has died. Most programs keep a signal ignored that was ignored
-    when they started. A Go program that calls `signal.Notify`, as wandb's service does, gets it nevertheless, and ends.
-    A seccomp filter lets the system call that installs the handler succeed without effect. The filter can go when
-    wandb's service has an option to ignore signals.
+    Slurm and terminals send signals to every process of a run. This process and wandb's service, which it starts, must
+    live until the training process has closed the pipe or has died. Most programs keep ignoring a signal that was
+    ignored when they started. A Go program that calls `signal.Notify`, as wandb's service does, gets the signal
+    nevertheless, and ends. So a seccomp filter lets the system call that installs the handler succeed without effect.
+    The filter can go when wandb's service has an option to ignore signals.
 
     Returns:
-        whether this includes programs that install handlers: true on Linux if the kernel has seccomp.
+        whether programs that install handlers are included: true on Linux if the kernel has seccomp.
     """
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
@@ -368,7 +368,7 @@ def ignore_signals(numbers: Sequence[int]) -> bool:
 
 
 def _filter(machine: int, call: int, numbers: Sequence[int]) -> bytes:
-    """Instructions with which rt_sigaction(number, action, …) has no effect unless the action is null."""
+    """A seccomp filter: for signals in `numbers`, rt_sigaction(number, action, …) only has effect if action is null."""
     count = len(numbers)
     # Code, steps to skip if equal, steps to skip otherwise, value; the last two steps return.
     steps = [
@@ -400,7 +400,7 @@ Send = Callable[..., None]
 
 
 def main() -> None:
-    """Serve one run."""
+    """Write one run: start, rows and end are messages on stdin."""
     ignore_signals(IGNORED_SIGNALS)
     # The parent has blocked these signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
@@ -465,12 +465,12 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _open(start: dict[str, Any], send: Send) -> Any:
     """Start a run of wandb; if it cannot get online, the run is written offline."""
-    # The mode is known. wandb refuses to start if WANDB_MODE is empty.
+    # `start` has the mode. wandb refuses to start if WANDB_MODE is set but empty.
     os.environ.pop("WANDB_MODE", None)
     import wandb
 
     if start["mode"] == "online":
-        # Folders of starts in online mode, whether or not wandb got online.
+        # wandb makes such a folder for each start in online mode, whether or not it gets online.
         folders, pattern = Path(start["dir"], FOLDER), f"run-*-{start['id']}"
         before = set(folders.glob(pattern))
         # Checked here, because wandb itself tries for over a minute.
@@ -502,7 +502,7 @@ def _init(wandb: Any, start: Mapping[str, Any]) -> Any:
             console="off",
             silent=True,
             init_timeout=_INIT_SECONDS,
-            # wandb would record this process; env.json has the code and versions of the training process.
+            # wandb would record the writer's code and packages; env.json has those of the training process.
             disable_git=True,
             save_code=False,
             x_save_requirements=False,
