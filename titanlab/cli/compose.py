@@ -73,10 +73,10 @@ def compose_one(flags: Flags) -> tuple[Loader, Recipe] | None:
 
 
 def answer(flags: Flags) -> None:
-    """Print what Hydra prints for flags that start nothing; a config that training refuses is refused.
+    """Print what Hydra prints for flags that start nothing.
 
     Raises:
-        ConfigError: Hydra fails.
+        ConfigError: Hydra fails, or the config is wrong, as for training.
     """
     register()
     if flags.answer in ("cfg", "info"):

@@ -64,7 +64,7 @@ def resume_verb(args: Namespace) -> int:
         recipe, line = adapted(recipe, from_mapping(config), args.overrides)
         if line:
             console.note(line)
-        # The run's folder may have moved.
+        # Use the present folder of runs: the run may have been moved.
         recipe = replace(recipe, runs=str(run.path.parent.parent))
         if not recipe.launch.starts_directly and joined(os.environ) is None:
             if resubmit(run, recipe, console.note, checkpoint=checkpoint) is not None:

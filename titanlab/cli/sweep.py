@@ -74,7 +74,7 @@ def run_study(
     with Console() as console:
         # With --json, standard output has only JSON, because programs read it.
         report = (lambda text: None) if json else console.note
-        # A single recipe, which `train` submits, has the profiler that it names.
+        # A single recipe, which `train` submits, keeps its own profiler.
         study = plan_study(rest, whole=whole, loader=loader, measured=loader is None)
         if not keep and not whole:
             study = fitting(study, strictly=prune)

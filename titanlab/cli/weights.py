@@ -92,14 +92,14 @@ def option_name(name: str | None, source: str) -> str:
 
 _FORMATS = ("hf", "titanlab", "dcp")
 _SHARD_SIZE = "5GB"
-# Flags that not all formats know: the default, and those that do.
+# Flags that only some formats take → the flag's default, and these formats.
 _OF_FORMATS = {
     "names": ("titanlab", ("dcp",)),
     "shard_size": (None, ("hf", "titanlab")),
     "force": (False, ("hf", "titanlab")),
     "name": (None, ("titanlab",)),
 }
-# Prefixes of parameters' names.
+# Value of --names → the prefix of parameters' names.
 _PREFIXES = {"titanlab": "model.", "torchtitan": ""}
 
 
