@@ -35,7 +35,7 @@ class Arguments(argparse.ArgumentParser):
     def __init__(self, verb: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog=f"titanlab {verb}", description=description, usage=usage, allow_abbrev=False)
         if usage is not None:
-            # The help of a verb that takes a recipe has aligned examples.
+            # Keep the line breaks: the help of a verb that takes a recipe has aligned examples.
             self.formatter_class = argparse.RawDescriptionHelpFormatter
         self.takes_recipe = usage is not None
         self._command_line = ""

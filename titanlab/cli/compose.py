@@ -31,7 +31,7 @@ from titanlab.recipe import (
 )
 from titanlab.system import harmless_lines
 
-# Flags in Hydra's help that titanlab refuses, with their explanations.
+# The parts of Hydra's help about flags that titanlab refuses.
 _REFUSED = re.compile(r"^--(?:shell-completion,.*?\n(?=--)|experimental-rerun.*?\n)", re.MULTILINE | re.DOTALL)
 _COMPLETION = 'For TAB in the shell: eval "$(titanlab completion bash)"\n'
 
@@ -76,7 +76,7 @@ def answer(flags: Flags) -> None:
     """Print what Hydra prints for flags that start nothing.
 
     Raises:
-        ConfigError: Hydra fails, or the config is wrong, as for training.
+        ConfigError: Hydra fails, or training would refuse the config.
     """
     register()
     if flags.answer in ("cfg", "info"):

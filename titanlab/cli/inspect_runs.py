@@ -1,4 +1,4 @@
-"""Records of single runs: `titanlab logs`, `titanlab diagnose`, `titanlab checkpoints`, `titanlab hosts`."""
+"""Shows records of single runs: `titanlab logs`, `titanlab diagnose`, `titanlab checkpoints`, `titanlab hosts`."""
 
 from __future__ import annotations
 

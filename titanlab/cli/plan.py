@@ -42,7 +42,7 @@ _TAKES = {
 
 
 def plan_verb(args: Namespace) -> int:
-    """Returns 0; 2 if no layout fits; 1 if a trace differs."""
+    """Returns 0; 2 if no layout fits; 1 if a trace differs from what the planner declares."""
     _check(args)
     if args.measure:
         # Imported here, as below: a plan needs neither sweeps nor jobs.

@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # How many of the runs that are left out are named for each reason.
 _NAMED = 3
 SWEEP = "measure"
-# The job trains the smallest model for one step, before which its profiler measures.
+# The measuring job trains the smallest model for one step; its profiler measures before that step.
 _RECIPE = (
     *("model=debug", "data=synthetic", "parallelism=ddp", "checkpoint=off", "profiler=rates"),
     *(f"sweep={SWEEP}", f"name={SWEEP}", "training.steps=1", "training.unmeasured_steps=0"),

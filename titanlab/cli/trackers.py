@@ -23,7 +23,7 @@ _WRITING_SECONDS = 20.0
 
 def sync_verb(args: Namespace) -> int:
     """Rebuild, upload, and print what was done. Returns 0 if nothing remains to upload."""
-    runs: dict[RunFolder, bool] = {}  # Run → whether --rebuild includes it: named or incomplete.
+    runs: dict[RunFolder, bool] = {}  # Run → whether --rebuild is given, and the run is named or incomplete.
     for text in args.runs_and_sweeps:
         found = find_run_or_sweep(text, args.runs)
         for run in [found] if isinstance(found, RunFolder) else found.runs():

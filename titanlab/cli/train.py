@@ -47,7 +47,7 @@ def train_verb(args: Namespace) -> int:
             console.phase("checking the recipe and its data" if ranks is None and console.is_live else None)
             (ready,) = prepare([one[1]], console.note)
             if ranks is not None and ranks.rank == 0 and ranks.world > ranks.local_world:
-                # Imported here: a run on one host does not ask for it.
+                # Imported here: a run on one host does not need it.
                 from titanlab.plan import beyond_node
 
                 if ready.recipe.leaves_node(ranks.local_world):

@@ -25,7 +25,7 @@ from titanlab.system import (
     replace_unwritable,
 )
 
-# Errors about paths from the user; pathlib raises these even for `exists()`.
+# Errors of the system for paths that the user gave; pathlib raises these even for `exists()`.
 _PATHS = {
     errno.ENAMETOOLONG: "check the path or the name that you gave",
     errno.EACCES: "ask its owner for permission, or name another path",

@@ -77,7 +77,7 @@ def _source(args: Namespace, into: Path, console: Console) -> WeightsSource:
 
 
 def option_name(name: str | None, source: str) -> str:
-    """A name for the model's option that Hydra accepts, and that no option of titanlab would hide."""
+    """A name for the model's option: Hydra accepts the name, and titanlab itself has no option of that name."""
     own = {path.stem for path in (conf_folder() / "model").glob("*.yaml")}
     if name is not None:
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):
@@ -157,7 +157,7 @@ def _export_dcp(args: Namespace, console: Console) -> int:
     prefix = _PREFIXES[args.names]
 
     def write(checkpoint: Place) -> str:
-        # With titanlab's names, position.json in the folder contains the biases.
+        # Report left-out biases only for torchtitan's names: else position.json in the folder contains them.
         source = from_run(args.run, args.runs, step=None, checkpoint=checkpoint) if prefix == "" else None
         with whole_folder(args.into) as part:
             write_dcp(checkpoint, part, "run", prefix=prefix)

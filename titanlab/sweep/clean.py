@@ -1,4 +1,4 @@
-"""What `titanlab clean` may remove from a folder of runs, with sizes; and the removal.
+"""Finds what `titanlab clean` may remove from a folder of runs, with sizes, and removes it.
 
 Results are never touched. A checkpoint stays if `resume` or the rules of its recipe need it. A removal never goes
 outside its root and never follows a link.
@@ -64,7 +64,7 @@ class Removable:
 
 
 class Refused(Exception):
-    """Why an item was left alone, in one line."""
+    """Raised if an item is left alone; the message says why, in one line."""
 
 
 def item(kind: str, path: Path, root: Path, run: RunFolder | None = None) -> Removable | None:
@@ -75,7 +75,7 @@ def item(kind: str, path: Path, root: Path, run: RunFolder | None = None) -> Rem
 
 
 def is_within(path: Path, root: Path) -> bool:
-    """Whether the folder of a path, after all links are followed, is in a root, and the path is not the root."""
+    """Whether a path lies below a root, after the links in its parent folder are followed."""
     try:
         parent, real = path.parent.resolve(), root.resolve()
     except (OSError, RuntimeError):
@@ -171,7 +171,7 @@ def removable(
 
 
 _BULKY = ("checkpoints", "traces", "tokenizer")
-# Parse only files in which one of these keys has a value: parsing YAML takes a thousand times as long.
+# Parse only files in which one of these keys has a value: parsing YAML takes a thousand times as long as the search.
 _STARTS = re.compile(rb"^(?:init_from|\s+load_from): *(?!null\s)\S", re.MULTILINE)
 _CONFIG_BYTES = 1 << 20
 # A run counts as busy if it wrote its status within this time: it may run on a host whose locks are not seen here.

@@ -106,7 +106,7 @@ class Combinations:
             for option in self._loader.options(group):
                 if (name := f"{group}={option}") not in _LEFT_OUT:
                     self.techniques[name] = {**needed, **_NEEDED.get(name, {}), group: option}
-        # Afterwards the loader knows which groups have an option, and which an override has to add.
+        # Compose the small recipe: the loader then knows which groups have an option, and which need a `+`.
         self._loader.base()
         self._usual = functools.cache(lambda: features(self.recipe({})))
         self._composer: Composer | None = None

@@ -128,7 +128,7 @@ def failures(rows: Iterable[Row]) -> list[str]:
             lines += [f"{row['run']}: done{contradiction}"] if contradiction else []
         elif row["state"] in ("ended", "missing", "unreadable"):
             where = [f"rank {row['rank']}"] if row["rank"] is not None else []
-            # Some causes begin with the step already.
+            # Some causes begin with the step already: do not add it twice.
             where += [f"step {row['step']}"] if row["step"] and not str(row["cause"]).startswith("step ") else []
             cause = f": {row['cause']}" if row["cause"] else ""
             lines.append(f"{row['run']}: {', '.join([state_word(row), *where])}{cause}{contradiction}")
@@ -384,7 +384,7 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
         members_of.setdefault(key, []).append(row)
     firsts = [members[0] for members in members_of.values()]
     differing = [name for name in _RECIPE if len({row[name] for row in firsts}) > 1]
-    # The control is not a point of the space.
+    # The control is not a point of the space, so it does not decide which columns are shown.
     points = [row for row in firsts if not row["control"]]
     for name in others:
         # Show the column only if two lines would look the same without it.

@@ -270,7 +270,7 @@ def _named(request: Request, checks: Checks, recipes: Mapping[int, Recipe], unfi
 
 @contextlib.contextmanager
 def _stage(name: str) -> Iterator[None]:
-    """Turn an error into the reason for which this stage drops a point."""
+    """Turn a ConfigError into Unfit, with which the named stage drops a point."""
     try:
         yield
     except ConfigError as error:

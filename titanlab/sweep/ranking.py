@@ -60,10 +60,10 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(Change):
-    """A straight line through the control's figures: the change from the first control's start to the last one's.
+    """The change of the control's figure from its first run's start to its last run's, on a fitted straight line.
 
     Attributes:
-        seconds: between the first and the last start.
+        seconds: the time between these two starts.
     """
 
     runs: int
@@ -131,7 +131,7 @@ class RankedRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class StackStep(Change):
-    """The gain of one step of a stack over the ranked step before it; the intervals hold for all steps together.
+    """The gain of a stack's step (see space.py) over the ranked step before; the intervals hold for all steps together.
 
     Attributes:
         by: what the recipes are ranked by.
@@ -191,7 +191,7 @@ class SweepRanking:
             done.
         control_gap: the lead of the first over the control, as a single comparison.
         control_left_out: why the control has no figure; None: it has one, or the sweep has no control.
-        drift: of the control during the sweep; None unless two of its runs are done.
+        drift: the change of the control's figure during the sweep; None unless two of its runs are done.
         steps: the gain of each ranked step of a stack after the first, in order; empty: the sweep is not a stack.
     """
 
@@ -288,7 +288,7 @@ def _counting(group: RecipeRuns, by: str) -> list[Row]:
 
 
 def _positive(rows: Sequence[Row], column: str) -> list[float]:
-    """The figures of a column that can be compared as ratios."""
+    """The figures of a column that can be compared as ratios: those that are finite and above 0."""
     known = (row[column] for row in rows)
     return [value for value in known if value is not None and math.isfinite(value) and value > 0]
 

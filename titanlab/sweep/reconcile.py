@@ -38,7 +38,7 @@ def silence(states: States) -> str | None:
 
 
 def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
-    """The state of every job, by token and index; each launcher is asked once."""
+    """The state of every job, by its submission's token and its index there; each launcher is asked once."""
     states: dict[JobKey, JobState] = {}
     for kind in dict.fromkeys(submission.launcher for submission in submitted):
         own = [submission for submission in submitted if submission.launcher == kind]
@@ -115,7 +115,7 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
         report: called if results cannot be written, as for another user's runs.
 
     Returns:
-        the states of all jobs, by token and index.
+        the states of all jobs, as `job_states` does.
     """
     submitted = sweep.submissions()
     jobs = jobs_of(sweep, submitted)
@@ -140,7 +140,7 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
         except (CannotWriteError, OSError) as error:
             unwritten[name] = error.rule if isinstance(error, CannotWriteError) else str(error)
         except ConfigError:
-            # Another process has claimed the run, or the run's files are damaged; the table reports damage.
+            # Another process has claimed the run, or the run's files are damaged; `titanlab status` reports damage.
             continue
     if unwritten:
         name, reason = next(iter(unwritten.items()))
@@ -155,7 +155,7 @@ def close_dead_runs(sweep: SweepFolder, jobs: Container[str] = ()) -> None:
     """Write a result for every run that no job has begun and that has no live process."""
     for run in sweep.runs():
         if run.path.name not in jobs:
-            # The files may be damaged, or another user's; the table reports this.
+            # The files may be damaged, or another user's; `titanlab status` reports this.
             with contextlib.suppress(ConfigError, OSError):
                 close_dead(run)
 

@@ -1,4 +1,4 @@
-"""Restores the code of a run in a git worktree, and its config; reports what differs now.
+"""Restores a run's code in a git worktree, and its config; reports what differs from the present.
 
 Nothing in the run's folder is executed: git runs without hooks, and files are parsed as data. All paths and recorded
 values are checked, because the folder may be a stranger's.
@@ -221,7 +221,7 @@ def _git(folder: Path, *arguments: str) -> CommandResult | None:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]{0,99}")
-# These variables differ between any two runs, or name the job.
+# Prefixes of variables that are not compared: these differ between any two runs, or name the job.
 _OWN = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 _LONGEST = 60
 

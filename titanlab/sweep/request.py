@@ -57,10 +57,10 @@ class Request:
     Attributes:
         loader: composes with the overrides that all points share.
         space: the definition of the points, as plain values.
-        control: values of the control; None: the sweep has none.
+        control: values of the control, a recipe run repeatedly to see drift of the machine; None: there is none.
         option: the chosen option of the group `sweeps`; None: the sweep is defined by the command line alone.
         named: whether the command line sets `name` for all runs.
-        notices: one line for each thing that the sweep goes without.
+        notices: lines for the user, such as why the sweep does not record with wandb.
     """
 
     loader: Loader

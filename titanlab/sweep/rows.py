@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from titanlab.recipe import Recipe
 
 
-# Increase it when a column changes its meaning or is removed, but not for new columns.
+# Increase SCHEMA when a column changes its meaning or is removed, but not for new columns.
 SCHEMA = 2
 # Prefix of the columns for keys that the sweep varies, one column for each key.
 POINT = "point."
@@ -245,7 +245,7 @@ class SweepTable:
         """A row for each run and each dropped point: in the order of the plan, then runs that are not in the plan.
 
         Args:
-            states: the scheduler's states of jobs, by token and index; None: unknown.
+            states: the scheduler's states of jobs (see `job_states`); None: unknown.
         """
         steps = stack_steps(self.sweep.manifest().get("space"))
         points: list[dict[str, Any]] = [
@@ -301,7 +301,7 @@ class SweepTable:
             "step": end.step if end else status.step,
             "steps": (end.steps if end else status.steps) or config["training"]["steps"],
             "attempt": status.attempt,
-            # Most runs have one attempt: do not read their folders.
+            # Most runs have one attempt: then do not read the folders of attempts.
             "restarts": run.restarts() if status.attempt > 1 else 0,
             "updated": status.updated or None,
             "folder": str(run.path),
@@ -406,7 +406,7 @@ def estimate_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def _late_estimate(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The estimate of a run's frozen recipe, computed now."""
+    """The estimate of the recipe in a run's config.yaml, computed now."""
     from titanlab.recipe import from_mapping
 
     try:

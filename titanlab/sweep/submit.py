@@ -1,7 +1,7 @@
 """Submits the missing runs of a study, each only once, even if this process is killed at any moment.
 
-It writes the run folders, the snapshot of the code and an intent for each array of jobs, and then submits the array. If
-it is killed, the next submission continues from the parts that exist. `plan_lines` and `plan_values` show the plan.
+It writes the run folders, the snapshot of the code and an intent (what it will submit) for each array of jobs, and then
+submits the array. If it is killed, the next submission continues from the parts that exist.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class QueuedRun:
     """A run to be put into a queue.
 
     Attributes:
-        changes: the groups and values of its frozen recipe that the job replaces.
+        changes: the groups and values of the run's config.yaml that the job replaces.
         outcome: the run's outcome until now; None: the run has none.
     """
 

@@ -242,7 +242,7 @@ _SILENT_SECONDS = 300.0
 
 
 class RunWatch:
-    """Watches one run: its lock, its status, and its row in the table of its sweep, which closes dead runs."""
+    """Watches one run: its lock, its status, and its row in the sweep's table. Each look there closes dead runs."""
 
     def __init__(self, run: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
