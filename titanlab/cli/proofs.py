@@ -330,7 +330,7 @@ def _prove(chosen: ProofCandidates, args: Namespace, console: Console) -> int:
         console.note("\n".join(["", *table(rows), ""]))
     if kept:
         console.note(f"kept in {kept}")
-    return code or _verdict(rows, console)  # after an interruption, some recipes are not proved
+    return code or _verdict(rows, console)  # After an interruption, print no PASS: recipes are missing.
 
 
 class Trainer:

@@ -45,7 +45,7 @@ class Composer:
         self._whole: dict[Choices, Composed | ConfigError] = {}
         self._groups = discover()
         self._root = schema_node(Recipe)
-        # Fields of recipes, by all that determines them. Keys contain the `id` of configs, which `_whole` keeps alive.
+        # All that determines a recipe's field → the field. Keys contain `id`s of configs, which `_whole` keeps alive.
         self._made: dict[tuple[Any, ...], Any] = {}
         self._references: dict[tuple[str, int], frozenset[str] | None] = {}
         self._numbers = {canonical_text(point): number for number, point in enumerate(points)}

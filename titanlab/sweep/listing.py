@@ -202,7 +202,7 @@ def overview_lines(rows: Sequence[Row], runs: Path | str, *, now: float) -> list
 
 
 def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
-    with contextlib.suppress(ConfigError):  # `titanlab status SWEEP` names the damaged submission.
+    with contextlib.suppress(ConfigError):  # `titanlab status SWEEP` names a damaged submission.
         close_dead_runs(sweep, jobs_of(sweep, sweep.submissions()))
     statuses, words = [], Counter[str]()
     for run in members:
@@ -217,7 +217,7 @@ def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
     try:
         dropped = sum(bool(point.get("dropped")) for point in sweep.points())
     except ConfigError:
-        # `titanlab status SWEEP` names the damaged file.
+        # points.jsonl is damaged; `titanlab status SWEEP` says so.
         words["unreadable"] += 1
     order = [*(kind.value for kind in OutcomeKind), *STATES]
     return {

@@ -495,7 +495,7 @@ def _answer(ranking: SweepRanking) -> str:
 
 
 def _nothing(ranking: SweepRanking) -> str:
-    """Why no recipe has a place."""
+    """Why no recipe has a place in the ranking."""
     by, entries, limit = ranking.by, ranking.left_out, ranking.max_memory_gib
     if not entries:
         return "There is nothing to rank: the sweep has no run"

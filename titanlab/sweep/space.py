@@ -63,7 +63,7 @@ def expand(space: Any) -> list[Values]:
 
 
 def stack_steps(space: Any) -> dict[str, int]:
-    """The number of each step of a stack by the canonical text of its point; empty: the space is not a stack."""
+    """Canonical text of a point → the number of its step in the stack; empty: the space is not a stack."""
     with contextlib.suppress(ConfigError):
         if isinstance(space, Mapping) and "stack" in space:
             return {canonical_text(point): number for number, point in enumerate(expand(space))}
@@ -175,7 +175,7 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
 
 
 def _item(item: Any, word: str, at: str) -> Mapping[Any, Any]:
-    """An item of a list as a space: without a word, it has the word of its list."""
+    """An item of a list as a space; an item without a word gets the word of its list."""
     if not isinstance(item, Mapping):
         cure = "write {key: value}" if word in _OF_POINTS else "write {key: [values]}"
         raise ConfigError(at, item, "is neither a space nor a mapping of keys", cure)

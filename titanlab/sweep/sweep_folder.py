@@ -74,7 +74,7 @@ class SweepFolder:
     def notes(self) -> str:
         """The notes of the latest submission on one line; empty if it has none."""
         notes = None
-        with contextlib.suppress(ConfigError):  # `titanlab status` names the damaged file.
+        with contextlib.suppress(ConfigError):  # If sweep.json is damaged, `titanlab status` names it.
             notes = self.manifest().get("notes")
         return " ".join(notes.split()) if isinstance(notes, str) else ""
 
