@@ -1,4 +1,4 @@
-"""The command line: one module a verb."""
+"""The command line: each module has the functions of one or a few verbs."""
 
 from titanlab.cli.verbs import main
 

@@ -1,4 +1,4 @@
-"""What each verb takes: the only place where its flags and their help stand. A verb's module is imported to run it."""
+"""Declares the flags and the help of every verb. The module of a verb is imported only to run the verb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}IB": 1024**n for n, p in enumerate("KMGT", 1)}
 _MOST_BYTES = 2.0**63  # file systems have signed 64-bit sizes
 FROM = "--from"
-# Steps of a proof's trainings, and the most that a verb takes.
+# Default steps of each training of `titanlab parity`, and the most steps that --steps may ask for.
 PARITY_STEPS, MOST_STEPS = 3, 100
 RUN = "the run's folder, name, or the first digits of its hash"
 SWEEP = "the sweep's name, or its folder"
@@ -35,7 +35,7 @@ class Arguments(argparse.ArgumentParser):
     def __init__(self, verb: str, description: str, usage: str | None = None) -> None:
         super().__init__(prog=f"titanlab {verb}", description=description, usage=usage, allow_abbrev=False)
         if usage is not None:
-            # The help of a verb that takes a recipe has aligned examples.
+            # Keep the line breaks: the help of a verb that takes a recipe has aligned examples.
             self.formatter_class = argparse.RawDescriptionHelpFormatter
         self.takes_recipe = usage is not None
         self._command_line = ""
@@ -50,7 +50,7 @@ class Arguments(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         name = action.option_strings[0] if action.option_strings else action.dest
         if action.type in (Path, user_path) and not arg_string.strip():
-            # As a path it would mean the current folder, which no user wants.
+            # An empty path would mean the current folder, which no user wants.
             raise ConfigError(name, arg_string, "names no file or folder", f"see `{self.prog} --help`")
         value = super()._get_value(action, arg_string)
         if isinstance(value, int):

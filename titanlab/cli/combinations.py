@@ -11,7 +11,7 @@ from titanlab.recipe import read_flags
 from titanlab.sweep.combinations import REFUSED, VERDICTS, WORKS, Answer, Combinations
 from titanlab.system import Console, aligned
 
-# Keys that say where and on what techniques are combined.
+# Keys that set the small recipe's machine, model and sizes: they are not techniques.
 _WHERE = ("cluster", "model", "world", "training.seq_len", "training.global_batch")
 
 

@@ -34,7 +34,7 @@ _titanlab() {
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _titanlab titanlab
 """
-# Hydra's flags that are offered.
+# Hydra's flags that the completion offers.
 _HYDRA_FLAGS = ("--cfg", "--config-dir", "--help", "--info", "--multirun", "--package", "--resolve")
 
 
@@ -76,7 +76,7 @@ def _words(line: str) -> Sequence[str]:
     # The complete words before the cursor: values of options, by name of their variable, and the others.
     values: dict[str, str] = {}
     others: list[str] = []
-    pending = ""  # the variable of the last word, if it is an option that needs a value
+    pending = ""  # The variable of the last word, if that word is an option whose value is missing.
     for word in typed:
         name, equals, value = word.partition("=")
         if pending:
@@ -86,7 +86,7 @@ def _words(line: str) -> Sequence[str]:
         elif name in options and options[name].nargs != 0:
             pending = "" if equals else options[name].dest
             values[options[name].dest] = value
-    # COMP_LINE has folders as they were typed.
+    # COMP_LINE has folders as the user typed them: expand `~` and variables.
     values = {name: os.path.expanduser(os.path.expandvars(value)) for name, value in values.items()}
     runs = values.get("runs") or "runs"
     if pending:

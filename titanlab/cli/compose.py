@@ -31,7 +31,7 @@ from titanlab.recipe import (
 )
 from titanlab.system import harmless_lines
 
-# Flags in Hydra's help that titanlab refuses, with their explanations.
+# The parts of Hydra's help about flags that titanlab refuses.
 _REFUSED = re.compile(r"^--(?:shell-completion,.*?\n(?=--)|experimental-rerun.*?\n)", re.MULTILINE | re.DOTALL)
 _COMPLETION = 'For TAB in the shell: eval "$(titanlab completion bash)"\n'
 
@@ -73,10 +73,10 @@ def compose_one(flags: Flags) -> tuple[Loader, Recipe] | None:
 
 
 def answer(flags: Flags) -> None:
-    """Print what Hydra prints for flags that start nothing; a config that training refuses is refused.
+    """Print what Hydra prints for flags that start nothing.
 
     Raises:
-        ConfigError: Hydra fails.
+        ConfigError: Hydra fails, or training would refuse the config.
     """
     register()
     if flags.answer in ("cfg", "info"):

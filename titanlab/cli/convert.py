@@ -1,4 +1,4 @@
-"""`titanlab convert`: a job config of torchtitan as a command line or a recipe; what has no counterpart is named."""
+"""`titanlab convert`: turns a torchtitan job config into a command line or recipe; names what has no counterpart."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from titanlab.recipe.torchtitan import KEYS, VERSION, WITHOUT_COUNTERPART, curre
 from titanlab.records import safe_name
 from titanlab.system import Console, read_text, write_text
 
-# Families of models → the beginnings of their options' names.
+# torchtitan's families of models → the prefixes of titanlab's options for them.
 _FAMILIES = {"llama3": ("llama3_1_",), "llama2": ("llama2_",), "qwen3": ("qwen3_", "qwen3_moe_")}
-# Models whose sizes no option has.
+# torchtitan's models whose sizes no option of titanlab has: the nearest option, and the sizes to set.
 _SMALL = {"dim": 256, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn_dim": 3072}
 _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3 debugmodel": (
@@ -37,16 +37,16 @@ _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 debugmodel_moe": ("qwen3_moe_debug", {**_SMALL, "ffn_dim": 768, "experts": 64, "active_experts": 8}),
     "qwen3 235B-A22B": ("qwen3_moe_235b_a22b", {"rope_theta": 5e6}),
 }
-# Types of the keys whose default is none, unless they are texts.
+# Types of keys whose default is None. Keys with that default that are not listed here are texts.
 _TYPES = {
     "lr_scheduler.decay_ratio": float,
     "debug.seed": int,
     "parallelism.module_fqns_per_model_part": list[Annotated[list[str], msgspec.Meta(min_length=1)]],
 }
 _C4_TEST = "tests/assets/c4_test"
-# Numbers of streams of the options of C4, each a multiple of many numbers of processes.
+# Numbers of streams to choose from for C4, the default first. The data-parallel processes must divide the number.
 _STREAMS = (24, 128, 96, 768)
-# GPUs for the check of the recipe, which need not be this host's: the first, unless its products need the second.
+# GPUs for which the recipe is checked, whatever this host has: the second for mxfp8, else the first.
 _DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA B200")
 
 
@@ -103,7 +103,7 @@ def convert_verb(args: Namespace) -> int:
 
 
 def read_job_config(path: Path) -> dict[str, Any]:
-    """The values of a job config by the key's full name in this version of torchtitan.
+    """The values of a job config, by the full names of keys in torchtitan `VERSION`.
 
     Raises:
         ConfigError: the file cannot be read or is not TOML, torchtitan has no such key, or a value has another type.
@@ -114,7 +114,7 @@ def read_job_config(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError("file", path, f"is not a TOML that can be read ({reason})", "give a job config") from error
     leaves = dict(_leaves(tree, ""))
-    # Code of its own may read keys of its own.
+    # If the config names the user's own code, that code may read other keys.
     extended = leaves.get("job.custom_config_module") or leaves.get("experimental.custom_args_module")
     found = {}
     for written, value in leaves.items():
@@ -133,7 +133,7 @@ def read_job_config(path: Path) -> dict[str, Any]:
 
 
 def _checked(key: str, written: str, value: Any) -> Any:
-    """The value of a key, which may be written by an older name; ConfigError: it has another type, or is below 1."""
+    """The value of a key that the file calls `written`; ConfigError: the value has another type, or is below 1."""
     default = KEYS[key].default
     kind = _TYPES.get(key, list[str] if isinstance(default, list) else str if default is None else type(default))
     is_split = written.endswith(".pipeline_parallel_split_points")
@@ -143,7 +143,7 @@ def _checked(key: str, written: str, value: Any) -> Any:
     except msgspec.ValidationError as error:
         rule = str(error).partition(" - at ")[0]
         raise ConfigError(written, value, f"{rule[0].lower()}{rule[1:]}", cure) from error
-    # torchtitan writes -1 for what follows from other values.
+    # A default of -1 in torchtitan means that the number follows from other values.
     if key.endswith(("_degree", "batch_size")) and value < 1 and value != default:
         raise ConfigError(written, value, "must be at least 1", cure)
     return [["embedding"], *([piece] for piece in value)] if is_split else value
@@ -161,7 +161,7 @@ def convert(theirs: Mapping[str, Any], *, name: str, world: int | None, model: s
     """The recipe of a job config.
 
     Args:
-        theirs: the file's values by key; torchtitan's defaults stand for the others.
+        theirs: the file's values by key; other keys have torchtitan's defaults.
         world: number of processes; None: the product of the degrees.
         model: titanlab's option in place of the file's model.
 
@@ -174,7 +174,7 @@ def convert(theirs: Mapping[str, Any], *, name: str, world: int | None, model: s
         made.values["notes"] = description
     reasons: dict[str, list[str]] = {}
     for key, value in theirs.items():
-        # 1 and -1 are how torchtitan writes that a degree or a number is not used. Python takes True for 1.
+        # torchtitan writes 1 or -1 if a degree or a number is not used. Test True first: in Python it equals 1.
         if key not in KEYS and (value is True or value not in (False, "", [], 1, -1)):
             shown = "true" if value is True else value
             reasons.setdefault(reason_without(key) or "has no counterpart", []).append(f"{key}={shown}")
@@ -188,7 +188,7 @@ def convert(theirs: Mapping[str, Any], *, name: str, world: int | None, model: s
     _data(made, given, ranks)
     _records(made, given)
     for key, known in KEYS.items():
-        # Time limits of torchtitan's defaults are short for other work at the start.
+        # Copy time limits (comm.) only from the file: torchtitan's defaults are too short for titanlab's start.
         if known.is_copied and given[key] is not None and (key in theirs or not key.startswith("comm.")):
             target = find_key(known.ours)
             value = os.path.normpath(given[key]) if known.ours == "runs" else given[key]
@@ -218,7 +218,7 @@ def _options(group: str) -> list[str]:
 
 
 def _layout(made: Converted, given: Mapping[str, Any], world: int | None) -> int:
-    """Degrees, axes' options and the pipeline's schedule. Returns the number of data-parallel processes."""
+    """Set degrees, axes' options and the pipeline's schedule. Returns the number of data-parallel processes."""
     values = made.values
     names = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
     replicate, shard, context, tensor = (given[f"parallelism.{name}_degree"] for name in names)
@@ -347,7 +347,7 @@ def _data(made: Converted, given: Mapping[str, Any], ranks: int) -> None:
 
 
 def _records(made: Converted, given: Mapping[str, Any]) -> None:
-    """Checkpoints, trackers and profilers."""
+    """Set checkpoints, trackers and profilers."""
     options, values = made.options, made.values
     modes = {"disabled": "sync", "async": "async", "async_with_pinned_mem": "async_pinned"}
     saves = given["checkpoint.enable"] and not given["checkpoint.load_only"]

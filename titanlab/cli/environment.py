@@ -110,7 +110,7 @@ def repro_verb(args: Namespace) -> int:
             raise ConfigError("--into", into, "exists already", "give a new folder")
         try:
             if not into.exists():
-                # Only a trial: no folder stays if the code cannot be restored.
+                # Test whether the folder can be made; leave none behind if the code cannot be restored.
                 into.mkdir(parents=True)
                 into.rmdir()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Records of single runs: `titanlab logs`, `titanlab diagnose`, `titanlab checkpoints`, `titanlab hosts`."""
+"""Shows records of single runs: `titanlab logs`, `titanlab diagnose`, `titanlab checkpoints`, `titanlab hosts`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def logs_verb(args: Namespace) -> int:
         rule = "an attempt that has ended prints no more"
         raise ConfigError("--attempt", args.attempt, rule, "leave out --attempt or --follow")
     try:
-        # The empty pattern is in every line.
+        # The empty pattern matches every line.
         fits = re.compile((args.grep or "").encode()).search
     except re.error as error:
         rule = f"is not a regular expression ({error})"
@@ -66,7 +66,7 @@ def logs_verb(args: Namespace) -> int:
     logs = _chosen(run, args.rank, is_followed=args.follow)
     ends = {rank: size_of(path) for rank, path in logs.items()}
     if args.follow:
-        # An incomplete line follows when it is complete.
+        # Leave out an incomplete last line: --follow prints it when it is complete.
         ends = {rank: complete_end(logs[rank], end) if end else 0 for rank, end in ends.items()}
     if not args.follow and not any(ends.values()):
         Console().note(_without_logs(run))
@@ -96,7 +96,7 @@ def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int,
 def _lines(
     run: RunFolder, logs: Mapping[int, Path], ends: Mapping[int, int], args: Namespace, fits: Fits
 ) -> Iterable[Line]:
-    """The lines that fit, by time: all of the logs up to `ends`, of one attempt, or only the last ones."""
+    """The lines up to `ends` that match the pattern, by time: of all attempts or of one, all or only the last ones."""
     of_ranks = []
     for rank, path in logs.items():
         parts = log_parts(run, rank, path) if args.attempt is None else [part_of(run, rank, path, args.attempt)]
@@ -240,7 +240,7 @@ _STACK_LINES = 8
 
 
 def _rank_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each rank, and below them the place of every rank; ranks at the same place share one stack."""
+    """A line for each rank, and below these lines the ranks' stacks; equal stacks are shown once."""
     cells = []
     places: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for row in rows:
@@ -250,7 +250,7 @@ def _rank_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         waits_for = ", ".join(map(str, row["waits_for"]))
         cells.append([str(row["rank"]), row["state"], row["phase"] or "", last, waits_for, row["called_in"] or ""])
         places[tuple(row["stack"][:_STACK_LINES])].append(row["rank"])
-    # No line is known where torch's recorder was not asked, or did not answer in time.
+    # Drop the column `called in` if it is empty: torch's recorder was not asked, or did not answer in time.
     count = len(_RANK_HEADINGS) - (not any(row["called_in"] for row in rows))
     lines = aligned(_RANK_HEADINGS[:count], [row[:count] for row in cells])
     for stack, ranks in places.items():

@@ -31,7 +31,7 @@ from titanlab.techniques.schedule import plot
 
 # How many recipes a table shows.
 _TOP = 20
-# The flags of each kind of answer; without the flag of one of them, layouts are ranked.
+# Kind of answer → the flags that go with it. The first kind ranks layouts; the others have a flag of their name.
 _TAKES = {
     "": ("top", "why", "vary", "json"),
     "explain": ("plot", "json"),
@@ -42,7 +42,7 @@ _TAKES = {
 
 
 def plan_verb(args: Namespace) -> int:
-    """Returns 0; 2 if no layout fits; 1 if a trace differs."""
+    """Returns 0; 2 if no layout fits; 1 if a trace differs from what the planner declares."""
     _check(args)
     if args.measure:
         # Imported here, as below: a plan needs neither sweeps nor jobs.
@@ -66,13 +66,13 @@ def plan_verb(args: Namespace) -> int:
                 code = _explain(for_planning(recipe, stands=True), args, console)
             else:
                 code = _plan(recipe, args, console)
-        # Otherwise Python would look through all small objects of the search at its exit (a tenth of a second).
+        # Else Python looks through all small objects of the search when it exits, which takes a tenth of a second.
         gc.freeze()
     return code
 
 
 def _varied(text: str) -> dict[str, list[str]]:
-    """The options to vary by group, from `precision,cluster=h100,h200`; an empty list stands for all of them."""
+    """Group → its options to vary, from `precision,cluster=h100,h200`; an empty list stands for all options."""
     groups: dict[str, list[str]] = {}
     for part in text.split(",") if text else ():
         group, equals, option = part.partition("=")
@@ -88,7 +88,7 @@ def _varied(text: str) -> dict[str, list[str]]:
 def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
     """Plan for the recipe's machine, or for each that --vary names."""
     clusters = args.vary.pop("cluster", [])
-    # The search refuses other groups.
+    # Groups that cannot vary stay empty here, and `plan` refuses them.
     vary = {
         group: [getattr(_recipe([*args.rest, f"{group}={option}"]), group) for option in options if group in VARIED]
         for group, options in args.vary.items()
@@ -117,7 +117,7 @@ def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
 
 
 def _check(args: Namespace) -> None:
-    # A flag with the value 0 is given, although 0 equals False.
+    # `is not False`, because a flag with the value 0 is given, and 0 equals False.
     given = {name: value for name, value in vars(args).items() if value not in (None, "") and value is not False}
     kind, *others = [name for name in _TAKES if name in given] or [""]
     if others:

@@ -27,16 +27,16 @@ OUT = "--out"
 # Only a file whose first comment begins with one of these words may be replaced.
 CALIBRATED, MEASURED = "Calibrated", "Measured"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# Number of runs to name for each reason.
+# How many of the runs that are left out are named for each reason.
 _NAMED = 3
 SWEEP = "measure"
-# The job trains the smallest model for one step, before which its profiler measures.
+# The measuring job trains the smallest model for one step; its profiler measures before that step.
 _RECIPE = (
     *("model=debug", "data=synthetic", "parallelism=ddp", "checkpoint=off", "profiler=rates"),
     *(f"sweep={SWEEP}", f"name={SWEEP}", "training.steps=1", "training.unmeasured_steps=0"),
     *("training.seq_len=64", "optimizer.schedule.warmup_steps=1"),
 )
-# Sizes of products and messages that keep a GPU busy.
+# Sizes of matrix products and messages that keep a GPU busy.
 _ON_GPUS = ("profiler.largest=8192", "profiler.megabytes=256")
 # Keys of the recipe that the measurement sets itself; the user sets the rest.
 _OWN = ("model", "data", "parallelism", "profiler", "sweep", "name", "recipe", "sweeps")

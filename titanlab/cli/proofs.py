@@ -58,7 +58,7 @@ class ProofCandidates:
     Attributes:
         broken, left_out: runs that break a rule in their real size, and points that the sweep leaves out on purpose;
             each with the reason.
-        folder: of the sweep; None: the recipes do not belong to a sweep.
+        folder: the sweep's folder; None: the recipes do not belong to a sweep.
     """
 
     title: str
@@ -162,7 +162,7 @@ def _of_command_line(arguments: Sequence[str]) -> ProofCandidates:
 
 
 def _without_repeats(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first candidate of each recipe: repeats, and the control after them, train the same."""
+    """The first candidate of each recipe, without its repeats: they train the same, and so may the control."""
     kept: dict[Recipe, Candidate] = {}
     for each in sorted(candidates, key=lambda each: each.recipe.repeat):
         kept.setdefault(replace(each.recipe, name="", repeat=0), each)
@@ -170,7 +170,7 @@ def _without_repeats(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def heading(chosen: ProofCandidates, what: str, proofs: Sequence[Reduced], steps: int) -> str:
-    """What is begun: the recipes, their reduced sizes, and the points that the sweep leaves out."""
+    """The lines printed at the start: the recipes, their small sizes, and the points that the sweep leaves out."""
     sizes, notes, unfit = list[str](), list[str](), list[str]()
     for proof in proofs:
         if (recipe := proof.recipe) is None:
@@ -330,11 +330,11 @@ def _prove(chosen: ProofCandidates, args: Namespace, console: Console) -> int:
         console.note("\n".join(["", *table(rows), ""]))
     if kept:
         console.note(f"kept in {kept}")
-    return code or _verdict(rows, console)  # after an interruption, some recipes are not proved
+    return code or _verdict(rows, console)  # After an interruption, print no PASS: recipes are missing.
 
 
 class Trainer:
-    """Trains reduced recipes in forked ranks, and reads their traces. The folder of a run that failed stays."""
+    """Trains the small copies of recipes in forked ranks, and reads their traces. Folders of failed runs stay."""
 
     failed = False
 
@@ -354,7 +354,7 @@ class Trainer:
 
 
 def _silent(text: str) -> None:
-    """Stands in for notes, where standard output has only JSON."""
+    """Print nothing: with --json, standard output has only JSON."""
 
 
 def _joined(*parts: str) -> str:
@@ -400,7 +400,7 @@ def rehearse_verb(args: Namespace) -> int:
 
 
 def _rehearse(folder: Path, chosen: ProofCandidates, results: list[Result], args: Namespace, console: Console) -> int:
-    """Rehearse with runs in a folder, and add to the results. Returns the exit code."""
+    """Rehearse the chosen recipes, with runs in `folder`, and append to `results`. Returns the exit code."""
     rehearsals = reduce_all(
         chosen.candidates, steps=args.steps, runs=str(folder), most=args.processes, inductor=args.inductor, saves=True
     )

@@ -23,7 +23,7 @@ from titanlab.system import Console, counted, harmless_lines, shown_path, sweep_
 from titanlab.techniques.optimizer.contract import rate_factor
 from titanlab.train import check_beginning
 
-# Keys for the place of the data; the content must be the same.
+# Keys that say where the data is. A resumed run may change these if the content is the same.
 _PLACES = ("data.files", "data.folder", "data.path", "data.data_files", "data.tokenizer")
 # The keys that may change between attempts. They do not change what the run computes.
 CHANGEABLE = (
@@ -36,7 +36,7 @@ CHANGEABLE = (
     *("training.gc_every", "training.step_timeout_seconds", "training.first_step_timeout_seconds"),
     *("training.on_nan", "training.nan_limit", "training.check_every", "training.compare_ranks_every"),
 )
-# Keys that --from sets; the user must not.
+# Keys that --from sets, and that the user must not set.
 _FIXED = ("checkpoint.load_from", "init_from", "init_from_exclude", "runs")
 
 
@@ -64,7 +64,7 @@ def resume_verb(args: Namespace) -> int:
         recipe, line = adapted(recipe, from_mapping(config), args.overrides)
         if line:
             console.note(line)
-        # The run's folder may have moved.
+        # Use the present folder of runs: the run may have been moved.
         recipe = replace(recipe, runs=str(run.path.parent.parent))
         if not recipe.launch.starts_directly and joined(os.environ) is None:
             if resubmit(run, recipe, console.note, checkpoint=checkpoint) is not None:
@@ -108,7 +108,7 @@ def train_from(args: Namespace) -> int:
 
 
 def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """The recipe of the new run, and what the user should know of it."""
+    """The recipe of the new run, and lines about it for the user."""
     check_unedited(parent)
     config = parent.config()
     for key, _, value in (override.partition("=") for override in overrides):

@@ -22,9 +22,9 @@ from titanlab.techniques.schedule.csv_schema import write_actions
 from titanlab.techniques.schedule.plot import draw, rows
 
 ALL = "all"
-# Most stages times microbatches; a larger timeline takes minutes.
+# The largest product of stages and microbatches; a larger timeline would take minutes.
 LIMIT = 500_000
-# The largest ratio of the longest to the shortest duration: a column is a fraction of the shortest.
+# The largest ratio of the longest to the shortest duration: a picture's column is a fraction of the shortest.
 PROPORTION = 1000
 TIMES = ("forward", "backward", "input", "weight", "transfer")
 # Texts in errors about a recipe, and their replacements in errors of this command.
@@ -34,11 +34,11 @@ FLAGS = {
     "schedule=": "titanlab schedule ",
     "parallelism.pipeline=": "--ranks=",
 }
-_MOST_LISTED = 8  # ranks whose peaks are all listed
+_MOST_LISTED = 8  # With more ranks, not all peaks are listed.
 
 
 class Made:
-    """A schedule for some ranks and microbatches, and what is printed of it."""
+    """A schedule's timeline for some ranks and microbatches, and the texts that are printed of it."""
 
     def __init__(self, kind: str, timeline: Timeline, microbatches: int) -> None:
         self.kind, self.timeline = kind, timeline
@@ -71,7 +71,7 @@ def schedule_verb(args: Namespace) -> int:
             if args.kind == ALL:
                 refused[kind] = error
                 continue
-            # The flags of this command in place of a recipe's keys, which set microbatches by batch sizes.
+            # Name this command's flags instead of a recipe's keys; a recipe sets microbatches by batch sizes.
             cure = re.sub(r"training\.\w+ times \d+", "other --microbatches", error.cure)
             for name, flag in FLAGS.items():
                 cure = cure.replace(name, flag)

@@ -221,7 +221,7 @@ def _show(
 
 
 def _agrees(items: Sequence[Removable]) -> bool:
-    """Ask the user.
+    """Ask the user whether to remove the items.
 
     Raises:
         ConfigError: there is no terminal to ask on.

@@ -64,7 +64,7 @@ def run_study(
     """Plan and submit a study; with `wait`, follow its runs to their end.
 
     Args:
-        rest: the command line without the verb's own flags, which are the other arguments.
+        rest: the command line without the verb's own flags; these are the other parameters.
         whole: a point that cannot run is an error; otherwise it is dropped.
         loader: has composed the command line, which describes one recipe; None: nothing is composed yet.
     """
@@ -74,7 +74,7 @@ def run_study(
     with Console() as console:
         # With --json, standard output has only JSON, because programs read it.
         report = (lambda text: None) if json else console.note
-        # A single recipe, which `train` submits, has the profiler that it names.
+        # A single recipe, which `train` submits, keeps its own profiler.
         study = plan_study(rest, whole=whole, loader=loader, measured=loader is None)
         if not keep and not whole:
             study = fitting(study, strictly=prune)

@@ -23,7 +23,7 @@ _WRITING_SECONDS = 20.0
 
 def sync_verb(args: Namespace) -> int:
     """Rebuild, upload, and print what was done. Returns 0 if nothing remains to upload."""
-    runs: dict[RunFolder, bool] = {}  # whether a run is rebuilt: named runs are, and runs of sweeps that lack something
+    runs: dict[RunFolder, bool] = {}  # Run → whether --rebuild is given, and the run is named or incomplete.
     for text in args.runs_and_sweeps:
         found = find_run_or_sweep(text, args.runs)
         for run in [found] if isinstance(found, RunFolder) else found.runs():
@@ -66,7 +66,7 @@ def sync_verb(args: Namespace) -> int:
             if is_repeated:
                 what = "several attempts logged the same steps; their files are merged into one"
                 console.note(f"{run.path.name}: {what}")
-            # wandb would keep the older rows.
+            # Rebuild files with repeated steps before the upload: wandb would keep the older rows.
             if not is_repeated or _tried(run, console):
                 merged.append(run)
         waiting = [files for run in merged if (files := waiting_files(run))]

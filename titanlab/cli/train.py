@@ -18,8 +18,8 @@ def train_verb(args: Namespace) -> int:
 
         return train_from(args)
     with Console() as console:
-        # Among processes that torchrun has started, only rank 0's worker writes to the terminal; launchers are asked
-        # below.
+        # Under torchrun, only rank 0's worker writes to the terminal, and not this code. For other launchers, `joined`
+        # below says whether this process is a rank.
         shown = "RANK" not in os.environ
         # If the output is not a terminal, start nothing, not even a thread, before the recipe is known to be valid.
         console.phase("composing the recipe" if shown and console.is_live else None)
@@ -47,7 +47,7 @@ def train_verb(args: Namespace) -> int:
             console.phase("checking the recipe and its data" if ranks is None and console.is_live else None)
             (ready,) = prepare([one[1]], console.note)
             if ranks is not None and ranks.rank == 0 and ranks.world > ranks.local_world:
-                # Imported here: a run on one host does not ask for it.
+                # Imported here: a run on one host does not need it.
                 from titanlab.plan import beyond_node
 
                 if ready.recipe.leaves_node(ranks.local_world):

@@ -25,7 +25,7 @@ from titanlab.system import (
     replace_unwritable,
 )
 
-# Errors about paths from the user; pathlib raises these even for `exists()`.
+# Errors of the system for paths that the user gave; pathlib raises these even for `exists()`.
 _PATHS = {
     errno.ENAMETOOLONG: "check the path or the name that you gave",
     errno.EACCES: "ask its owner for permission, or name another path",
@@ -103,7 +103,7 @@ def _with_output(code: int, words: Sequence[str]) -> int:
 
 
 def _trains(words: Sequence[str]) -> bool:
-    """Whether a command line trains or submits, or would."""
+    """Whether a command line asks to train or submit, and not only to print."""
     return words[:1] in _TRAINING and not _PRINTS.intersection(word.partition("=")[0] for word in words)
 
 

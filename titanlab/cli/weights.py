@@ -77,7 +77,7 @@ def _source(args: Namespace, into: Path, console: Console) -> WeightsSource:
 
 
 def option_name(name: str | None, source: str) -> str:
-    """A name for the model's option that Hydra accepts, and that no option of titanlab would hide."""
+    """A name for the model's option: Hydra accepts the name, and titanlab itself has no option of that name."""
     own = {path.stem for path in (conf_folder() / "model").glob("*.yaml")}
     if name is not None:
         if not re.fullmatch(r"[A-Za-z0-9_]+", name):
@@ -92,14 +92,14 @@ def option_name(name: str | None, source: str) -> str:
 
 _FORMATS = ("hf", "titanlab", "dcp")
 _SHARD_SIZE = "5GB"
-# Flags that not all formats know: the default, and those that do.
+# Flags that only some formats take → the flag's default, and these formats.
 _OF_FORMATS = {
     "names": ("titanlab", ("dcp",)),
     "shard_size": (None, ("hf", "titanlab")),
     "force": (False, ("hf", "titanlab")),
     "name": (None, ("titanlab",)),
 }
-# Prefixes of parameters' names.
+# Value of --names → the prefix of parameters' names.
 _PREFIXES = {"titanlab": "model.", "torchtitan": ""}
 
 
@@ -157,7 +157,7 @@ def _export_dcp(args: Namespace, console: Console) -> int:
     prefix = _PREFIXES[args.names]
 
     def write(checkpoint: Place) -> str:
-        # With titanlab's names, position.json in the folder contains the biases.
+        # Report left-out biases only for torchtitan's names: else position.json in the folder contains them.
         source = from_run(args.run, args.runs, step=None, checkpoint=checkpoint) if prefix == "" else None
         with whole_folder(args.into) as part:
             write_dcp(checkpoint, part, "run", prefix=prefix)

@@ -1,4 +1,4 @@
-"""Sweeps: a space of recipes, its folder, and its submissions."""
+"""Sweeps: plans, submits and ranks many recipes; each sweep has a folder of runs."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""What `titanlab clean` may remove from a folder of runs, with sizes; and the removal.
+"""Finds what `titanlab clean` may remove from a folder of runs, with sizes, and removes it.
 
 Results are never touched. A checkpoint stays if `resume` or the rules of its recipe need it. A removal never goes
 outside its root and never follows a link.
@@ -40,9 +40,9 @@ KINDS = {
     "temporary": "left by interrupted saves, submissions and removals",
     "code": "copies of the code that no unfinished run uses",
 }
-# Temporary names of `create_run`, `write_text`, snapshots of code, and of removals here.
+# Matches the temporary names that `create_run`, `write_text`, `take_snapshot` and `remove_item` give.
 TEMPORARY = re.compile(r"\..+\.(?:part|tmp|removing)")
-# A process may still be writing a younger item.
+# Keep younger temporary items: a process may still be writing them.
 YOUNG_SECONDS = 3600.0
 
 
@@ -53,7 +53,7 @@ class Removable:
     Attributes:
         kind: one of KINDS.
         root: the folder that must contain the path, after all links are followed.
-        run: the run that must not be in use while it is removed; None: no run uses it.
+        run: the run that must be idle while the path is removed; None: the path belongs to no run.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Removable:
 
 
 class Refused(Exception):
-    """Why an item was left alone, in one line."""
+    """Raised if an item is left alone; the message says why, in one line."""
 
 
 def item(kind: str, path: Path, root: Path, run: RunFolder | None = None) -> Removable | None:
@@ -75,7 +75,7 @@ def item(kind: str, path: Path, root: Path, run: RunFolder | None = None) -> Rem
 
 
 def is_within(path: Path, root: Path) -> bool:
-    """Whether the folder of a path, after all links are followed, is in a root, and the path is not the root."""
+    """Whether a path lies below a root, after the links in its parent folder are followed."""
     try:
         parent, real = path.parent.resolve(), root.resolve()
     except (OSError, RuntimeError):
@@ -104,7 +104,7 @@ def is_old(path: Path) -> bool:
 
 
 def remove_item(entry: Removable) -> None:
-    """Remove an item; raises Refused. While the item is renamed, no process can begin to work on its run."""
+    """Remove an item; raises Refused. Claims the item's run during the rename: no process can then begin the run."""
     path = entry.path
     try:
         claim = contextlib.nullcontext() if entry.run is None else entry.run.claim()
@@ -118,7 +118,7 @@ def remove_item(entry: Removable) -> None:
         else:
             away.unlink()
     except FileNotFoundError:
-        return  # Somebody else has removed it.
+        return  # Another process has removed it.
     except ConfigError as error:
         raise Refused(error.rule) from None
     except OSError as error:
@@ -134,7 +134,7 @@ def removable(
     state. If no checkpoint is whole, all stay.
 
     Args:
-        keep: how many of the newest stay; None: checkpoint.keep of the recipe, and 1 for a run that is done.
+        keep: how many of the newest checkpoints stay; None: checkpoint.keep, and 1 for a run that is done.
         verifies: read every byte of the checkpoints that stay, not only index and sizes.
         named: real paths of checkpoints from which other runs start.
     """
@@ -143,7 +143,7 @@ def removable(
     if not whole:
         return []
     rules = run.section("checkpoint")
-    # A damaged recipe may have anything there.
+    # In a damaged recipe these values may have any type.
     given, every = (
         value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
         for value in (rules.get("keep", 2), rules.get("keep_every"))
@@ -151,12 +151,12 @@ def removable(
     if keep is None:
         result = run.result()
         is_done = result is not None and result.kind is OutcomeKind.DONE
-        # With 0 the recipe keeps all of them.
+        # `checkpoint.keep: 0` keeps all checkpoints.
         keep = len(whole) if given == 0 else 1 if is_done else given
     stay = {row.name for age, row in enumerate(reversed(whole)) if age < keep or (every and row.step % every == 0)}
     stay.add(whole[-1].name)
     for row in reversed(whole):
-        # Keep the newest with more than the model: a run can resume from it.
+        # Keep the newest checkpoint with more than the model: a run can resume from it.
         with contextlib.suppress(ConfigError):
             if read_contents(place / row.name, "run").saved.contents is None:
                 stay.add(row.name)
@@ -171,10 +171,10 @@ def removable(
 
 
 _BULKY = ("checkpoints", "traces", "tokenizer")
-# Parse only files in which one of these keys has a value: parsing YAML takes a thousand times as long.
+# Parse only files in which one of these keys has a value: parsing YAML takes a thousand times as long as the search.
 _STARTS = re.compile(rb"^(?:init_from|\s+load_from): *(?!null\s)\S", re.MULTILINE)
 _CONFIG_BYTES = 1 << 20
-# A run that wrote its status within this time may be running, perhaps on another host, whose locks are not seen here.
+# A run counts as busy if it wrote its status within this time: it may run on a host whose locks are not seen here.
 _SILENT_SECONDS = 900.0
 # Folders of a run in which to look for temporary files, besides the run's own folder.
 _RUN_FOLDERS = ("attempts", "checkpoints", "logs", "traces")
@@ -182,10 +182,10 @@ _RUN_FOLDERS = ("attempts", "checkpoints", "logs", "traces")
 
 @dataclass
 class Survey:
-    """What was found.
+    """Finds what can be removed under a root, and lists what is left alone.
 
     Attributes:
-        busy: runs that work or wait, which are left alone.
+        busy: runs that are running or queued; they are left alone.
         notes: lines about what else was left alone.
     """
 
@@ -200,8 +200,8 @@ class Survey:
         """Look through sweeps, or through one run.
 
         Args:
-            only: the only run whose checkpoints and temporary files are wanted.
-            report: called with a line for each job whose end cannot be recorded.
+            only: look only at this run's checkpoints and temporary files; None: at everything.
+            report: called with a line if the results of ended runs cannot be written.
         """
         named = starting_points(self.root)
         for sweep in sweeps:
@@ -211,7 +211,7 @@ class Survey:
             try:
                 busy = _busy(sweep, report)
             except ConfigError as error:
-                # The plan or a submission is damaged: unknown which runs have jobs.
+                # The plan or a submission is damaged, so it is unknown which runs have jobs.
                 self.notes.append(f"{sweep.name} is left alone: {error}")
                 continue
             for run in sweep.runs() if only is None else [sweep.run(only.path.name)]:
@@ -261,7 +261,7 @@ class Survey:
             self._add_temporary(folder, run)
 
     def _look_at_code(self, sweep: SweepFolder, busy: set[str]) -> None:
-        """Snapshots that no unfinished run uses and that are not the only copy of a run's code."""
+        """Add the snapshots that no unfinished run uses and that are not the only copy of a run's code."""
         runs = {run.path.name: run for run in sweep.runs()}
         used, only_copies = set(), set()
         for submission in sweep.submissions():
@@ -271,9 +271,9 @@ class Survey:
             code = (run.env() or {}).get("code")
             if isinstance(code, dict):
                 git = code.get("git")
-                # Otherwise git has the commit, and the run has kept the patch.
+                # With a commit in git and a complete patch in the run, the snapshot is not the only copy.
                 if not (isinstance(git, dict) and git.get("sha") and git.get("patch_complete") is True):
-                    # As text: a damaged record may have a list there.
+                    # Convert to text: a damaged record may hold a list, which a set cannot contain.
                     only_copies.add(str(code.get("fingerprint")))
         for folder in _inside(sweep.code):
             record = read_optional(folder / RECORD) or {}
@@ -288,7 +288,7 @@ class Survey:
 
 
 def _busy(sweep: SweepFolder, report: Callable[[str], None]) -> set[str]:
-    """The runs that work, wait, or may do so on another host."""
+    """Names of the runs that are running or queued, or that may be running on another host."""
     seconds = _SILENT_SECONDS
     busy = {
         run.path.name
@@ -319,10 +319,10 @@ def _has_ended(run: RunFolder) -> bool:
 
 
 def starting_points(root: Path) -> frozenset[str]:
-    """Checkpoints, or folders of checkpoints, from which runs start, as real paths."""
+    """Real paths of the checkpoints, or folders of checkpoints, from which runs under the root start."""
     named = set()
     for path in root.glob("*/*/config.yaml"):
-        # The file may be another user's, with hostile text: a path with a zero byte, or a ring of links.
+        # Another user may have written hostile text: a path with a zero byte, or links that form a ring.
         with contextlib.suppress(ConfigError, OSError, RuntimeError, ValueError):
             if _STARTS.search(read_bytes(path, most_bytes=_CONFIG_BYTES)):
                 run = RunFolder(path.parent)

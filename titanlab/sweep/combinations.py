@@ -1,7 +1,7 @@
-"""What goes with what: small recipes that combine techniques, the rules that refuse them, the rows that prove them.
+"""Which techniques can be combined: the rule that refuses a small recipe with them, or the test that proves it.
 
-The recipes are composed and checked as those of `titanlab train`: an answer cannot differ from what training refuses.
-The rows are read from the pages of docs/ that the tests of parity write.
+Small recipes are composed and checked as by `titanlab train`, so an answer cannot differ from what training refuses.
+Tested combinations are read from the tables in docs/parity.md and docs/techniques.md, which the parity tests write.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from titanlab.recipe import Loader, Recipe, check, read_flags, resolve
 from titanlab.sweep.composer import Composer
 from titanlab.sweep.space import Values
 
-# The machine does not matter to a combination: a B200 has every format. On a CPU ask with `cluster=cpu`.
+# A B200 supports every number format. To ask about a CPU, pass `cluster=cpu`.
 _BASE = ("data=synthetic", "checkpoint=off", "cluster=b200", "training.steps=2", "training.seq_len=256")
-# Four stages; columns for two ranks of an axis in blocks of 256 numbers that share a scale.
+# Four layers for four pipeline stages. Each of two ranks gets whole groups of 256 numbers that share a scale.
 _SIZES = ("model.layers=4", "model.dim=512", "model.ffn_dim=1024")
 _COMPILED = {"compile": "block"}
 _SHARD, _TENSOR, _CONTEXT = ({f"parallelism.{axis}": 2} for axis in ("shard", "tensor", "context"))
-# Techniques that are not an option of a group; the others are named as on the command line: `precision=bf16`.
+# Techniques that are not options of a config group. Options are named as on the command line: `precision=bf16`.
 _OWN: Mapping[str, Values] = {
     "ddp": {"parallelism.replicate": 2},
     "fsdp": _SHARD,
@@ -48,13 +48,13 @@ _OWN: Mapping[str, Values] = {
     "loss_chunk": {"training.loss_chunk": 64},
     "compile": _COMPILED,
 }
-# Groups each of whose options is a technique, with what an option needs to have an effect.
+# Config groups whose options are techniques, and the values without which the options have no effect.
 _GROUPS: Mapping[str, Values] = {"schedule": {"parallelism.pipeline": 2}, "precision": {}, "ac": {}, "optimizer": {}}
 _NEEDED: Mapping[str, Values] = {"ac=memory_budget": _COMPILED}
-# The small recipe has these without being asked, and a csv is a schedule of the user's own.
+# Not techniques: three are the small recipe's defaults, and `csv` is a schedule that the user writes.
 _LEFT_OUT = ("precision=fp32", "ac=none", "optimizer=adamw", "schedule=csv")
 PROVEN, WORKS, REFUSED, INCLUDED, EITHER = "proven", "works", "refused", "included", "either"
-# Mark in a table and meaning of each answer.
+# Each answer's mark in the table, and its meaning.
 VERDICTS = {
     PROVEN: ("P", "works, and a row of docs/parity.md or docs/techniques.md compares it with one process"),
     WORKS: ("w", "no rule refuses it, and no row has all of it"),
@@ -68,7 +68,7 @@ _OF_MODELS = {"fused, in tiles": "model.fused", "tied embeddings": "model.tied_e
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of a page of proofs: its number from 1, and the features that it combines."""
+    """A tested combination of features: a row of a table in docs/, whose number counts from 1."""
 
     page: str
     number: int
@@ -80,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Whether techniques go together: one of `VERDICTS`, and the row that proves it or the rule that refuses it."""
+    """Whether techniques can be combined: one of `VERDICTS`, and the row that proves it or the rule that refuses it."""
 
     verdict: str
     why: str = ""
@@ -94,7 +94,7 @@ class Combinations:
     """Techniques, by name, and their combinations.
 
     Args:
-        overrides: of the small recipe, such as `cluster=cpu`; a flag such as `--config-dir FOLDER` too.
+        overrides: change the small recipe, such as `cluster=cpu`; flags such as `--config-dir FOLDER` are allowed.
     """
 
     def __init__(self, overrides: Sequence[str] = ()) -> None:
@@ -106,16 +106,16 @@ class Combinations:
             for option in self._loader.options(group):
                 if (name := f"{group}={option}") not in _LEFT_OUT:
                     self.techniques[name] = {**needed, **_NEEDED.get(name, {}), group: option}
-        # Afterwards the loader knows which groups have an option, and which an override has to add.
+        # Compose the small recipe: the loader then knows which groups have an option, and which need a `+`.
         self._loader.base()
         self._usual = functools.cache(lambda: features(self.recipe({})))
         self._composer: Composer | None = None
 
     def point(self, words: Sequence[str]) -> Values:
-        """What techniques, by name, and other overrides set: values by key.
+        """The values, by key, that names of techniques and other overrides set.
 
         Raises:
-            ConfigError: a word is neither, or asks for several recipes.
+            ConfigError: a word is neither a technique nor an override, or asks for several recipes.
         """
         named: dict[str, Any] = {}
         others = [word for word in words if word not in self.techniques]
@@ -136,11 +136,11 @@ class Combinations:
         return named
 
     def ask(self, point: Values) -> Answer:
-        """Whether what a point sets goes together; ConfigError: the point composes no recipe."""
+        """Whether the values of a point can be combined; ConfigError: they compose no recipe."""
         return self._answer(self._composed(point))
 
     def pair(self, one: Values, other: Values) -> Answer:
-        """Whether two points go together."""
+        """Whether the values of two points can be combined."""
         self._composer = self._composer or Composer(self._loader, [{}, one, other, *self.techniques.values()])
         base, first, second = map(self._composed, ({}, one, other))
         try:
@@ -152,14 +152,14 @@ class Combinations:
         return Answer(verdict=INCLUDED) if both in (first, second) else self._answer(both)
 
     def table(self) -> dict[tuple[str, str], Answer]:
-        """The answer for each pair of techniques; the later one comes first."""
+        """The answer for each pair of names of techniques; in a pair the later technique comes first."""
         names = list(self.techniques)
         pairs = [(one, other) for place, one in enumerate(names) for other in names[:place]]
         return {pair: self.pair(*(self.techniques[name] for name in pair)) for pair in pairs}
 
     def proven_pairs(self, point: Values) -> list[tuple[str, str]]:
-        """Each pair of the features of a recipe that no rule refuses, and the row that has both."""
-        # The schedule of a pipeline stands for the pipeline.
+        """Pairs of a recipe's features, each with the row that proves it; ConfigError: a rule refuses the recipe."""
+        # Omit `pipeline`: its schedule is a feature already.
         wanted = sorted(features(self.recipe(point)) - self._usual() - {"pipeline"})
         pairs = itertools.combinations(wanted, 2)
         return [(" × ".join(pair).replace(".kind", ""), str(_proving({*pair}) or "no row")) for pair in pairs]
@@ -176,7 +176,7 @@ class Combinations:
     def _checked(self, recipe: Recipe) -> Recipe:
         degrees = recipe.parallelism.degrees().values()
         product = math.prod(degree for degree in degrees if degree != -1)
-        # An open degree is 2.
+        # Assume 2 for a degree of -1.
         world = recipe.world or (2 * product if -1 in degrees else product)
         resolved = resolve(dataclasses.replace(recipe, world=world), world=None, accelerator="cpu", device="cpu")
         if "training.global_batch" not in self._keys:
@@ -196,13 +196,13 @@ class Combinations:
 
 
 def _proving(wanted: Set[str]) -> Row | None:
-    """The row with the fewest features that has all of these; None: there is none."""
+    """The row that has all wanted features and the fewest others; None: there is none."""
     proving = [row for row in rows() if wanted and wanted <= row.features]
     return min(proving, key=lambda row: len(row.features), default=None)
 
 
 def _merged(base: Any, one: Any, other: Any) -> Any:
-    """A config with what two others change of it."""
+    """The base config with the changes of both others; raises _ConflictError if they change a field differently."""
     if one in (base, other):
         return other
     if other == base:
@@ -215,7 +215,7 @@ def _merged(base: Any, one: Any, other: Any) -> Any:
 
 
 def features(recipe: Recipe) -> frozenset[str]:
-    """What a resolved recipe combines, without sizes: the words by which it is compared with rows."""
+    """The features of a resolved recipe, without sizes, in the same words as `Row.features`."""
     found = {*_axes(recipe.layout), f"model.kind={recipe.model.kind}"}
     groups = [*_GROUPS, "parallelism", "data", "training", "compile"]
     if recipe.layout.pipeline == 1:
@@ -224,7 +224,7 @@ def features(recipe: Recipe) -> frozenset[str]:
         config = getattr(recipe, group)
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
-            # Which compiler, and whether it compiles the loss too, is no combination of its own.
+            # The choice of compiler, and whether it also compiles the loss, are not features.
             if f"{group}.{field.name}" in ("compile.backend", "compile.loss"):
                 continue
             if isinstance(value, bool | str) and (field.name == "kind" or value != field.default):
@@ -246,7 +246,7 @@ def _axes(layout: Layout) -> set[str]:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """All rows of the pages of proofs, which are beside the package in a clone, and inside it in an installed wheel."""
+    """All rows of `PAGES`. These are beside the package in a clone, and inside the package in an installed wheel."""
     package, found = Path(titanlab.__file__).parent, []
     folder = package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
     for page in PAGES:
@@ -258,7 +258,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def _features_of_row(page: str, cells: Sequence[str]) -> frozenset[str]:
-    # The commas of a split, [1, 3], do not separate options.
+    # Remove splits such as `[1, 3]`: their commas do not separate options.
     label, *given = re.sub(r"\[.*?\]", "", cells[1] if page == "parity.md" else cells[0]).split(", ")
     axes = {"dp_r": "replicate", "dp_s": "shard", "cp": "context", "tp": "tensor", "pp": "pipeline"}
     degrees = {axes[name]: int(degree) for name, degree in re.findall(r"(\w*[a-z])(\d+)", label)}

@@ -1,4 +1,4 @@
-"""Recipes of many points: Hydra composes each option once, and its results are combined for every point.
+"""Composes recipes of many points: Hydra composes each option once, and the results are combined for every point.
 
 One composition by Hydra takes about 0.05 s, too long for each of a thousand points. Almost all points differ only in
 values, and in options that fill a group of their own; such an option is composed once. An option that may change other
@@ -25,7 +25,7 @@ from titanlab.sweep.space import Values, canonical_text
 
 Choices = tuple[tuple[str, str], ...]
 _FIELDS = tuple(field.name for field in dataclasses.fields(Recipe))
-# `${model.vocab_size}`; for other interpolations only the beginning matches, and the group is None.
+# `${model.vocab_size}`; for other interpolations only `${` matches, and `match[1]` is None.
 _REFERENCE = re.compile(r"\$\{(?:(\w+)(?:\.\w+)*\})?")
 
 
@@ -37,7 +37,7 @@ class Composer:
 
     Args:
         loader: Hydra, with the overrides that all points share.
-        points: all points of the sweep, which number `${hydra:job.num}`.
+        points: all points of the sweep; the index of a point is its `${hydra:job.num}`.
     """
 
     def __init__(self, loader: Loader, points: Sequence[Values]) -> None:
@@ -45,11 +45,11 @@ class Composer:
         self._whole: dict[Choices, Composed | ConfigError] = {}
         self._groups = discover()
         self._root = schema_node(Recipe)
-        # Fields of recipes by all that determines them; the keys have the `id` of configs, which stay alive here.
+        # All that determines a recipe's field → the field. Keys contain `id`s of configs, which `_whole` keeps alive.
         self._made: dict[tuple[Any, ...], Any] = {}
         self._references: dict[tuple[str, int], frozenset[str] | None] = {}
         self._numbers = {canonical_text(point): number for number, point in enumerate(points)}
-        # By a combination of wide options and an own option: whether it changes only its group.
+        # Wide options and an own option (see `_split`) → whether the own option changes only its group.
         self._is_sole: dict[tuple[Choices, tuple[str, str]], bool] = {}
 
     def is_group(self, key: str) -> bool:
@@ -57,7 +57,7 @@ class Composer:
         return self._loader.is_group(key)
 
     def option(self, point: Values, group: str) -> Any:
-        """The name of a point's option of a group; None if it has none. ConfigError: its options do not compose."""
+        """The option of a group that a point has, or None. ConfigError: the point's options do not compose."""
         return point[group] if group in point else self._parts(point)[0].choices.get(group)
 
     def recipe(self, point: Values) -> Recipe:
@@ -78,7 +78,7 @@ class Composer:
                     own = [(path, value) for path, value in values if path.partition(".")[0] == name]
                     self._made[key] = self._field(name, nodes.get(name), composed.config, own)
             if key not in self._made:
-                # The field refers to other fields, or is wrong: the whole recipe, or its error, says more.
+                # The field refers to other fields, or is wrong: compose the whole recipe, or raise its error.
                 try:
                     recipe = self._whole_recipe(point)
                 except ConfigError as error:
@@ -130,7 +130,7 @@ class Composer:
         return wide, tuple(choice for choice in choices if choice not in wide)
 
     def _parts(self, point: Values) -> tuple[Composed, Mapping[str, DictConfig]]:
-        """The composition of a point's wide options, and the nodes of its own options, each composed once with them."""
+        """The composition of a point's wide options, and a config node for each of its own options, by group."""
         wide, own = self._split(point)
         try:
             template = self._combination(wide)
@@ -138,7 +138,7 @@ class Composer:
             if all(self._changes_only_its_group(wide, choice) for choice in own):
                 return template, {group: composed.config[group] for (group, _), composed in parts.items()}
         except ConfigError as error:
-            # A key of some options is right only in a combination with one of them.
+            # A key may exist only together with another option: compose all options together.
             if find_key(error.key) is None:
                 raise
         return self._combination((*wide, *own)), {}
@@ -206,6 +206,6 @@ class Composer:
 
 
 def _outside(composed: Composed, group: str) -> str:
-    """A text of everything in a composition outside this group."""
+    """Everything in a composition outside this group, as text."""
     config: Any = OmegaConf.to_container(composed.config, resolve=False)
     return canonical_text([{**each, group: None} for each in (config, composed.choices)])

@@ -1,4 +1,4 @@
-"""Rows as text, the same for terminals, pipes and logs: a sweep, all sweeps of a folder, or one run."""
+"""Formats rows as text for terminals, pipes and logs: of a sweep, of all sweeps in a folder, or of one run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titanlab.techniques.ac.recomputation_schema import NoCheckpointing
 
 Row = Mapping[str, Any]
 
-# A scheduler's states of jobs that did not end with exit code 0.
+# States that a scheduler gives to jobs that did not end with exit code 0.
 _BAD_ENDS = frozenset("BOOT_FAIL CANCELLED DEADLINE FAILED GONE NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split())
 # States in the order in which their counts are shown; outcomes of ended runs come before them.
 _STATES = (*ACTIVE, "queued", "prepared", "missing", "unreadable")
@@ -37,7 +37,7 @@ _GAPS = 5
 
 
 def cells(row: Row, *, now: float) -> tuple[str, ...]:
-    """The texts of one row, under HEADINGS; empty if there is no value.
+    """One row as texts, one for each of HEADINGS; a text is empty if its value is unknown.
 
     Args:
         now: seconds since the epoch, to detect runs that log nothing.
@@ -117,7 +117,7 @@ def dropped(rows: Iterable[Row]) -> list[str]:
 
 
 def failures(rows: Iterable[Row]) -> list[str]:
-    """One line for each run that ended badly, also by its scheduler's word: run, outcome, place, cause."""
+    """A line for each run that failed, or whose scheduler contradicts its outcome: run, outcome, rank, step, cause."""
     lines = []
     for row in rows:
         has_ended, is_done = row["state"] == "ended", row["outcome"] == OutcomeKind.DONE.value
@@ -128,7 +128,7 @@ def failures(rows: Iterable[Row]) -> list[str]:
             lines += [f"{row['run']}: done{contradiction}"] if contradiction else []
         elif row["state"] in ("ended", "missing", "unreadable"):
             where = [f"rank {row['rank']}"] if row["rank"] is not None else []
-            # Some causes begin with the step already.
+            # Some causes begin with the step already: do not add it twice.
             where += [f"step {row['step']}"] if row["step"] and not str(row["cause"]).startswith("step ") else []
             cause = f": {row['cause']}" if row["cause"] else ""
             lines.append(f"{row['run']}: {', '.join([state_word(row), *where])}{cause}{contradiction}")
@@ -136,7 +136,7 @@ def failures(rows: Iterable[Row]) -> list[str]:
 
 
 def gaps(rows: Iterable[Row], *, most: int = _GAPS) -> list[str]:
-    """One line for each run whose tracker lacks data, and the number of further such runs."""
+    """One line for each of the first `most` runs whose tracker lacks data, and one with the number of the others."""
     lacking = [row for row in rows if row["tracker_gap"]]
     lines = [f"{row['run']}: {row['tracker_gap']}" for row in lacking[:most]]
     if len(lacking) > most:
@@ -158,7 +158,7 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
     """The lines below the table: legend, counts, causes, dropped points."""
     lines = [OVERSUBSCRIBED] if any(row["oversubscribed"] for row in rows) else []
     lines.append(state_counts(rows))
-    # One line for all jobs: each has the same reason, and some may still run.
+    # If the scheduler does not answer, the reason is the same for all its jobs: show the reason once.
     lines += sorted(
         {row["queue_reason"] for row in rows if row["scheduler_state"] == UNANSWERED and row["queue_reason"]}
     )
@@ -171,10 +171,10 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
 
 
 def overview(runs: Path | str) -> list[dict[str, Any]]:
-    """The sweeps under a folder, latest first; writes the results of runs with neither process nor job.
+    """The sweeps under a folder, latest first. Also writes a result for each run with neither process nor job.
 
     Returns:
-        `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated` and `folder` of each sweep.
+        for each sweep `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated` and `folder`.
     """
     by_sweep: dict[Path, list[RunFolder]] = {}
     for run in list_runs(runs):
@@ -202,7 +202,7 @@ def overview_lines(rows: Sequence[Row], runs: Path | str, *, now: float) -> list
 
 
 def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
-    with contextlib.suppress(ConfigError):  # `titanlab status SWEEP` names the damaged submission.
+    with contextlib.suppress(ConfigError):  # `titanlab status SWEEP` names a damaged submission.
         close_dead_runs(sweep, jobs_of(sweep, sweep.submissions()))
     statuses, words = [], Counter[str]()
     for run in members:
@@ -217,7 +217,7 @@ def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
     try:
         dropped = sum(bool(point.get("dropped")) for point in sweep.points())
     except ConfigError:
-        # `titanlab status SWEEP` names the damaged file.
+        # points.jsonl is damaged; `titanlab status SWEEP` says so.
         words["unreadable"] += 1
     order = [*(kind.value for kind in OutcomeKind), *STATES]
     return {
@@ -230,7 +230,7 @@ def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
     }
 
 
-# The part of a log that is shown if a failed rank left no traceback.
+# How many lines at the end of a log are shown if a failed rank left no traceback.
 _LOG_LINES = 30
 
 
@@ -283,7 +283,7 @@ def row_details(row: Row) -> list[tuple[str, object]]:
 
 def failure_text(run: RunFolder, row: Row) -> tuple[str, str] | None:
     """The source and text of the failed rank's traceback, or of the end of its log; None if the run did not fail."""
-    # A stopped run has saved: there is no failure to explain.
+    # A run that was asked to stop has not failed.
     if row["state"] != "ended" or row["outcome"] in (None, "done", "cancelled", "preempted", "walltime"):
         return None
     outcome, rank = run.result(), row["rank"]
@@ -305,7 +305,7 @@ _RECIPE = (
 # These follow from the layout, unless the user has set them.
 _FOLLOWING = ("microbatch", "schedule")
 _LAYOUT = ("layout.label", "world")
-# Speeds are compared as ratios, also in a ranking.
+# Means of these columns are geometric, because speeds are compared as ratios.
 SPEEDS = ("tokens_per_second", "tokens_per_second_all", "mfu_percent")
 _FIGURES = ("processes", "tokens/s", "of all", "MFU", "GiB", "loss", "validation")
 _FORMS: Mapping[str, Callable[[float], str]] = {
@@ -323,7 +323,7 @@ class RecipeRuns:
     """Runs of one recipe.
 
     Attributes:
-        differing: other columns in which the groups of the sweep differ; empty values are None.
+        differing: other columns in which the recipes of the sweep differ, with their values; None: no value.
     """
 
     layout: str
@@ -353,12 +353,12 @@ class RecipeRuns:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether the device does not have the products of the precision."""
+        """Whether the device lacks the precision's matrix products, and computes them in 32 bits."""
         return any(row.get("emulated") for row in self.rows)
 
     @property
     def has_speed(self) -> bool:
-        """Whether the speed says something about the recipe."""
+        """Whether the speed can be compared with that of other recipes."""
         return not (self.is_oversubscribed or self.is_emulated)
 
     def values(self, column: str) -> list[float]:
@@ -384,7 +384,7 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
         members_of.setdefault(key, []).append(row)
     firsts = [members[0] for members in members_of.values()]
     differing = [name for name in _RECIPE if len({row[name] for row in firsts}) > 1]
-    # The control is not a point of the space.
+    # The control is not a point of the space, so it does not decide which columns are shown.
     points = [row for row in firsts if not row["control"]]
     for name in others:
         # Show the column only if two lines would look the same without it.

@@ -41,9 +41,9 @@ class MeasuredSweep(NamedTuple):
 
     Attributes:
         rows: one for each recipe: medians over its repeats; its name is that of the first repeat.
-        runs: their number, with the repeats.
-        machine: device, or model of the CPU and threads of a process.
-        stale: number of runs that other code than the present code made.
+        runs: number of runs, repeats included.
+        machine: name of the device; for CPUs the model, and the threads of each process.
+        stale: number of runs whose code differs from the present code.
     """
 
     rows: Sequence[Measured]
@@ -64,10 +64,10 @@ class _Run(NamedTuple):
 
 
 def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> MeasuredSweep:
-    """The runs of a sweep.
+    """The runs of a sweep from which a cluster is calibrated; other runs are left out with a reason.
 
     Raises:
-        ConfigError: no run was measured, or as many runs are on one kind of machine as on another.
+        ConfigError: no run was measured, or two kinds of machine have equally many runs.
     """
     # Points that were dropped have no run.
     found = {row["run"]: _read(sweep.run(row["run"]), row) for row in table if row["run"] is not None}
@@ -93,7 +93,7 @@ def measured_sweep(sweep: SweepFolder, table: Sequence[Mapping[str, Any]]) -> Me
 
 
 def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run | str:
-    """One run, or why it has no measurement."""
+    """The measurement of a run, or why it cannot be used."""
     seconds, waiting = row["step_seconds"], row["data_percent"]
     reasons = {
         f"cannot be read: {row['cause']}": row["state"] == "unreadable",
@@ -136,7 +136,7 @@ def _read(run: RunFolder, row: Mapping[str, Any]) -> _Run | str:
 
 
 def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:
-    """A cluster of CPUs; missing values: one process per core of the host, with an equal share of its memory."""
+    """A cluster of CPUs with missing values set: one process per core of the host, and equal shares of its memory."""
     memory, cores = host.get("memory_gib"), host.get("usable_cores")
     if cluster.per_node is None and isinstance(cores, int) and cores > 0:
         cluster = dataclasses.replace(cluster, per_node=cores)
@@ -146,7 +146,7 @@ def with_host(cluster: Cluster, host: Mapping[str, Any]) -> Cluster:
 
 
 def _usual(runs: Sequence[_Run], name: str) -> str:
-    """The most frequent of the values that the runs should have in common.
+    """The most frequent value of `name` among the values that all runs should have in common.
 
     Raises:
         ConfigError: two values are equally frequent.
@@ -160,11 +160,11 @@ def _usual(runs: Sequence[_Run], name: str) -> str:
 
 
 def _pooled(runs: Sequence[_Run]) -> list[Measured]:
-    """A row for each recipe, with the medians over its repeats, on a cluster with the runs' measured values."""
+    """A measurement for each recipe: medians over its repeats. All get one cluster with measured values filled in."""
     cluster = Counter(run.measured.recipe.cluster for run in runs).most_common(1)[0][0]
     peaks = [run.peak_tflops for run in runs if run.peak_tflops is not None]
     if cluster.peak_tflops is None and peaks:
-        # The fastest product that any run has measured: other runs had to share their cores.
+        # Take the fastest matrix product that any run measured: the other runs shared their cores.
         cluster = dataclasses.replace(cluster, peak_tflops=max(peaks))
     if cluster.accelerator == "cpu":
         cluster = with_host(cluster, runs[0].host)

@@ -59,7 +59,7 @@ class Dropped:
 
 
 class Unfit(Exception):
-    """A point is dropped, in this stage."""
+    """Raised if a point is dropped; `stage` is that of `Dropped`."""
 
     def __init__(self, stage: str, reason: ConfigError | str) -> None:
         self.stage = stage
@@ -93,13 +93,13 @@ def plan_study(
     elsewhere: bool = False,
     measured: bool = False,
 ) -> Study:
-    """Plan the sweep of a command line, without its data (see `with_data`). Nothing is written.
+    """Plan the sweep of a command line. Writes nothing, and prepares no data (see `with_data`).
 
     Args:
         whole: raise an error if any point cannot run, unless a condition drops it.
         loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
         elsewhere: the runs are not for this host, so that its devices, memory and files do not matter.
-        measured: three steps of each run have `profiler=breakdown`, unless anything says which profiler.
+        measured: profile three steps of each run (`profiler=breakdown`), unless a profiler is chosen already.
 
     Raises:
         ConfigError: the sweep is wrong, or none of its points can run.
@@ -137,7 +137,7 @@ def plan_study(
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
-    """The study with prepared data (equal data is prepared once), without points that break a rule on the data."""
+    """Prepare the study's data, and equal data once. Returns the study without points that break a rule on the data."""
     checks, runs = Checks(), study.planned
     points = [planned.point.values for planned in runs]
     kept, unfit = sift(points, lambda number: checks.prepare(runs[number].recipe, report), whole=whole)
@@ -154,8 +154,8 @@ def fitting(study: Study, *, strictly: bool) -> Study:
     """The study without the runs that do not fit into memory, with a notice on runs that may not fit.
 
     Args:
-        strictly: leave out every run whose estimate exceeds a device's memory; else only if it does so by more than the
-            error of estimates.
+        strictly: leave out every run whose estimate exceeds a device's memory; False: only runs that exceed it by more
+            than the error of estimates.
     """
     kept: list[PlannedRun] = []
     dropped: list[Dropped] = []
@@ -192,7 +192,7 @@ def fitting(study: Study, *, strictly: bool) -> Study:
 def sift(
     points: Sequence[Values], stage: Callable[[int], Any], *, whole: bool
 ) -> tuple[dict[int, Any], dict[int, Unfit]]:
-    """The results of a stage by the numbers of the points, and why other points are unfit.
+    """Call `stage` with the number of each point. Returns results, and why points are unfit, by number.
 
     Args:
         whole: raise an error if any point is unfit, unless a condition drops it.
@@ -225,7 +225,7 @@ def sift(
 
 def _named(request: Request, checks: Checks, recipes: Mapping[int, Recipe], unfit: Mapping[int, Unfit]) -> Study:
     """The study with a name for every run, without points that would be the same run as another."""
-    # The key `sweep`, else the name of its file, else a name derived from its space.
+    # The sweep's name: the key `sweep`, else the name of the sweep's file, else a name derived from its space.
     first = next(iter(recipes.values()))
     name = first.sweep
     if name == SINGLE and request.option is not None:
@@ -271,7 +271,7 @@ def _named(request: Request, checks: Checks, recipes: Mapping[int, Recipe], unfi
 
 @contextlib.contextmanager
 def _stage(name: str) -> Iterator[None]:
-    """Turn an error into the reason for which this stage drops a point."""
+    """Turn a ConfigError into Unfit, with which the named stage drops a point."""
     try:
         yield
     except ConfigError as error:
@@ -290,14 +290,14 @@ class Checks:
         self._here = functools.cache(this_host)
         self._results: dict[tuple[Any, ...], Any] = {}
         self._prepared: set[Any] = set()
-        # A dict as an ordered set.
+        # A dict serves as an ordered set.
         self.notices: dict[str, None] = {}
 
     def planned(self, composer: Composer, point: Values, where: Sequence[Expression]) -> Recipe:
         """The resolved recipe of a point, after every check that needs no prepared data.
 
         Raises:
-            Unfit: it cannot be composed, does not meet a condition, or breaks a rule.
+            Unfit: the point cannot be composed, does not meet a condition, or breaks a rule.
             ConfigError: a condition cannot be computed.
         """
 
@@ -312,7 +312,7 @@ class Checks:
                 return recipe, resolve(recipe, world=None, accelerator=accelerator, device=device)
 
         def look(key: str) -> Any:
-            """The value of a key in the resolved recipe, or a group's option, for which nothing is composed."""
+            """The value of a key in the resolved recipe; for a group its option, for which no recipe is resolved."""
             if composer.is_group(key):
                 with _stage("composition"):
                     return composer.option(point, key)
@@ -366,7 +366,7 @@ class Checks:
         training = recipe.training
         inputs = [training.seq_len, training.global_batch, recipe.layout.data, recipe.model.vocab_size]
         inputs += [training.validation_sequences, training.validate_every]
-        # Once data is prepared, more rules can be checked.
+        # The check is repeated after the data is prepared: more rules can then be checked.
         self._once(("check", recipe.data in self._prepared, recipe.data, *inputs), lambda: check_data(recipe))
 
     def _once(self, key: tuple[Any, ...], act: Callable[[], Any]) -> Any:

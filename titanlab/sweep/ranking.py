@@ -1,8 +1,8 @@
 """Ranks the recipes of a sweep by speed, MFU or memory, and says whether the first one is better by more than noise.
 
-The unit is the run: steps of one run share its processes, its memory and its time of day, so they say little about
-another run of the same recipe. The noise of a run is the standard deviation of the logarithms of the figures of equal
-recipes, pooled over all recipes that have repeats.
+One run is one observation: the steps of a run share its processes, its memory and its time of day, so they say little
+about another run of the same recipe. The noise of a run is the standard deviation of the logarithms of the figures of
+equal recipes, pooled over all recipes that have repeats.
 
 A recipe is named the winner if it is better than *each* other one at a family-wise error of at most 5 %: Student's t
 with the pooled degrees of freedom, two-sided, at `ERROR` / (recipes - 1). These are the multiple comparisons with the
@@ -29,7 +29,7 @@ from titanlab.system import aligned, counted, duration, grouped
 ERROR = 0.04
 _DRIFT_ERROR = 0.05
 COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory_gib"}
-# The mark of an MFU that divides by a measured peak: each run measures its own, so these MFUs do not compare.
+# Text in `mfu_convention` if an MFU divides by a peak that its run measured: such MFUs do not compare.
 MEASURED_PEAK = "measured on this CPU"
 OWN_PEAK = "its MFU is a share of a peak that each run measured by itself; rank by tokens/s (--by tps)"
 _OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
@@ -46,7 +46,7 @@ class Change:
     """How many percent better one figure is than another (for memory: less); negative if it is worse.
 
     Attributes:
-        interval_percent: of 95 %; None if the noise is unknown.
+        interval_percent: the 95 % interval; None if the noise is unknown.
     """
 
     percent: float
@@ -60,10 +60,10 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(Change):
-    """A straight line through the control's figures: the change from the first control's start to the last one's.
+    """The change of the control's figure from its first run's start to its last run's, on a fitted straight line.
 
     Attributes:
-        seconds: between the first and the last start.
+        seconds: the time between these two starts.
     """
 
     runs: int
@@ -78,11 +78,11 @@ class RankedRecipe:
     """A recipe in a ranking.
 
     Attributes:
-        figures: of the runs that count; empty if no run counts.
-        low, high: the interval of 95 % around its centre; None if the noise is unknown.
+        figures: one for each run that counts.
+        low, high: the ends of the 95 % interval around `centre`; None if the noise is unknown.
         spread_percent: relative standard deviation of its own figures; None with fewer than two.
         memory_gib: the most that a run of the recipe needed; None if unknown.
-        is_within_noise: whether it may be as good as the first: True for the first itself. None if that is unknown.
+        is_within_noise: whether the recipe may be as good as the first one; True for the first one; None: unknown.
         left_out: why the recipe has no place in the ranking; None: it has one.
     """
 
@@ -131,7 +131,7 @@ class RankedRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class StackStep(Change):
-    """The gain of a recipe of a stack over the ranked one before it; the intervals are valid for all steps together.
+    """The gain of a stack's step (see space.py) over the ranked step before; the intervals hold for all steps together.
 
     Attributes:
         by: what the recipes are ranked by.
@@ -143,17 +143,17 @@ class StackStep(Change):
 
     @property
     def is_next(self) -> bool:
-        """Whether no step between the two has no place, as one that failed."""
+        """Whether the two steps are neighbours in the stack: no step between them failed or was left out."""
         return self.entry.stack_step == (self.before.stack_step or 0) + 1
 
     @property
     def name(self) -> str:
-        """The step; also over which one it gains, if that is not the one before."""
+        """The step's label, and the label of the step it is compared with if that is not its neighbour."""
         return self.entry.label if self.is_next else f"{self.entry.label} over {self.before.label}"
 
     @property
     def is_worse(self) -> bool:
-        """Whether it is worse by more than noise."""
+        """Whether the step makes the figure worse by more than noise."""
         return self.interval_percent is not None and self.interval_percent[1] < 0
 
     @property
@@ -184,15 +184,15 @@ class SweepRanking:
         max_memory_gib: recipes that need more are left out; None: no limit.
         ranked: the recipes that have a place, in their order.
         left_out: the other recipes.
-        gap: of the first over the second; its interval is valid for the comparisons with all others together. None:
-            there is nothing to compare.
+        gap: the lead of the first over the second; its interval is valid for the comparisons with all others together.
+            None: there is nothing to compare.
         noise_percent: relative standard deviation of a run, pooled over the recipes with repeats; None without any.
         control: the runs of the sweep's control, which gets no place; None: there is no control, or no run of it is
             done.
-        control_gap: of the first over the control, as a single comparison.
+        control_gap: the lead of the first over the control, as a single comparison.
         control_left_out: why the control has no figure; None: it has one, or the sweep has no control.
-        drift: of the control during the sweep; None unless two of its runs are done.
-        steps: the ranked recipes of a stack but the first, in the stack's order; empty: the sweep is not a stack.
+        drift: the change of the control's figure during the sweep; None unless two of its runs are done.
+        steps: the gain of each ranked step of a stack after the first, in order; empty: the sweep is not a stack.
     """
 
     by: str
@@ -288,7 +288,7 @@ def _counting(group: RecipeRuns, by: str) -> list[Row]:
 
 
 def _positive(rows: Sequence[Row], column: str) -> list[float]:
-    """The figures of a column that can be compared as ratios."""
+    """The figures of a column that can be compared as ratios: those that are finite and above 0."""
     known = (row[column] for row in rows)
     return [value for value in known if value is not None and math.isfinite(value) and value > 0]
 
@@ -296,7 +296,7 @@ def _positive(rows: Sequence[Row], column: str) -> list[float]:
 def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees: int = 0) -> Drift | None:
     """The drift of the control's runs in a column; None unless two of them have a figure, at different times.
 
-    The recipes' repeats also measure the noise: `squares` of their residuals (logarithms), and `degrees` of freedom.
+    The noise of the recipes' repeats counts too: `squares` sums their squared log residuals, with `degrees` of freedom.
     """
     started = [row for row in rows if row["started"] is not None and _positive([row], column)]
     moments = [row["started"] for row in started]
@@ -363,7 +363,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     stacked = sorted(
         (entry for entry in ranked if entry.stack_step is not None), key=lambda entry: entry.stack_step or 0
     )
-    # All statements share one error: the first against each other recipe, and each step against the one before.
+    # All comparisons share one error: the first with each other recipe, and each step with the step before it.
     comparisons = len(ranked) - 1 + max(0, len(stacked) - 1)
     leads = [lead(ranked[0], other, comparisons) for other in ranked[1:]]
     within = [None if noise is None else True, *(lead.is_within_noise for lead in leads)]
@@ -403,7 +403,7 @@ def drift_lines(rows: Sequence[Row]) -> list[str]:
 def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
     """The standard deviation of a run's logarithm, pooled over all repeats, and its degrees of freedom.
 
-    A recipe that does not fit into a limit of memory says as much about the noise as one that fits.
+    Recipes above the memory limit count too: their repeats show the noise as well as those of other recipes.
     """
     samples = [list(map(math.log, entry.figures)) for entry in entries if entry.runs > 1]
     degrees = sum(len(sample) - 1 for sample in samples)
@@ -412,7 +412,7 @@ def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
 
 
 def _percent(lead: float, sign: int) -> float:
-    """A lead in percent: how much more than the other, or for memory how much less."""
+    """A logarithmic lead in percent: how much more than the other recipe, or for memory how much less."""
     return 100 * (_exp(lead) - 1) if sign > 0 else 100 * (1 - _exp(-lead))
 
 
@@ -447,7 +447,7 @@ def percent(value: float) -> str:
     """A change in percent: `12.3%`, `0.05%`, `-3.0%`."""
     if value >= 1000:
         return "over 1,000%"
-    # More digits for small gaps, as of memory: one digit would round them to zero.
+    # `.1f` would round small gaps, such as those of memory, to zero.
     return f"{value:.1f}%" if abs(value) >= 0.095 else f"{value:.1g}%"
 
 
@@ -456,7 +456,7 @@ def _interval(ends: Sequence[float]) -> str:
 
 
 def sentence_of(ranking: SweepRanking) -> str:
-    """The answer in one sentence: who is the best and by how much, or why nobody can be named; which step is a loss."""
+    """The answer in one sentence: the best recipe and its lead, or why none can be named; and steps that are worse."""
     losses = [f"{step.name} {step.gain_text}" for step in ranking.steps if step.is_worse]
     end = f"; worse than the step before: {', '.join(losses)}" if losses else ""
     return f"{_answer(ranking)}{end}."
@@ -495,7 +495,7 @@ def _answer(ranking: SweepRanking) -> str:
 
 
 def _nothing(ranking: SweepRanking) -> str:
-    """Why no recipe has a place."""
+    """Why no recipe has a place in the ranking."""
     by, entries, limit = ranking.by, ranking.left_out, ranking.max_memory_gib
     if not entries:
         return "There is nothing to rank: the sweep has no run"

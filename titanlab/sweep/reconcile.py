@@ -1,8 +1,8 @@
-"""The state of a run, by its files and its scheduler; and a result for every run whose job has ended without one.
+"""Finds the state of a run from its files and its scheduler; writes results of runs whose jobs ended without one.
 
-The sources, best first: a rank's own record of why it ended; a scheduler's state that explains the end; the stop
-request that the job had received, or would have received; an exit code. The scheduler's state is stored beside every
-result of its jobs, also if it disagrees.
+The sources of a result, best first: a rank's own record of why it ended; a scheduler's state that explains the end; the
+stop request that the job had received, or would have received; an exit code. The scheduler's state is stored beside
+every result of its jobs, also if it disagrees.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from titanlab.system import counted
 
 
 def silence(states: States) -> str | None:
-    """Why the scheduler of some jobs does not answer; None if all answer."""
+    """Why a scheduler does not answer; None if all schedulers answer."""
     return next((state.reason for state in states.values() if state.raw == UNANSWERED), None)
 
 
 def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
-    """The state of every job, by token and index; each launcher is asked once."""
+    """The state of every job, by its submission's token and its index there; each launcher is asked once."""
     states: dict[JobKey, JobState] = {}
     for kind in dict.fromkeys(submission.launcher for submission in submitted):
         own = [submission for submission in submitted if submission.launcher == kind]
@@ -46,7 +46,7 @@ def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
     return states
 
 
-# States of runs that a process works on; states of jobs that wait, and of jobs that are over.
+# ACTIVE: states of runs that a process works on. WAITING, _OVER: states of jobs in the queue, and of ended jobs.
 ACTIVE = ("starting", "running", "saving")
 WAITING = ("pending", "requeued")
 _OVER = ("ended", "gone")
@@ -54,16 +54,16 @@ _UNKNOWN = JobState(state="unknown")
 
 
 def state_of(status: Status, result: Outcome | None, submission: Submission | None, job_state: JobState | None) -> str:
-    """The state of a run, `queued` included: from its own files, except for what only the scheduler knows.
+    """The state of a run, which may be `queued`. Its files decide, except for what only the scheduler knows.
 
     Args:
-        submission: of the run's latest job; None: it has none.
-        job_state: of that job; None: not asked for.
+        submission: that of the run's latest job; None: the run has no job.
+        job_state: the state of that job; None: the scheduler was not asked.
     """
     word = job_state.state if job_state is not None else None
     may_return = False
     if result is not None and submission is not None:
-        # The result is of an earlier job; or the result's job puts itself back into the queue some seconds later.
+        # The run goes on if its result is of an earlier job, or if its job puts itself back into the queue soon.
         is_earlier = result.ended < submission.created
         may_return = is_earlier or (result.kind.automatic and submission.launch.get("requeue", True))
     if word in WAITING or (word == "unknown" and may_return):
@@ -72,7 +72,7 @@ def state_of(status: Status, result: Outcome | None, submission: Submission | No
         return "ended"
     if word == "running" and status.state in ("prepared", "ended"):
         return "starting"
-    # Also if the scheduler does not answer: the job has been submitted.
+    # A job counts as submitted also if the scheduler does not answer.
     is_submitted = submission is not None and word not in _OVER
     return "queued" if status.state == "prepared" and is_submitted else status.state
 
@@ -87,7 +87,7 @@ def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States)
     if result is not None and result.kind is OutcomeKind.DONE:
         return "done", result.kind.value
     if job is not None:
-        # The scheduler may still have an unknown job: do not submit it again.
+        # A job in an unknown state may still exist: its run must not be submitted again.
         submission, job_state = job[0], states.get((job[0].token, job[1]), _UNKNOWN)
     state = state_of(run.known_status() or Status(state="prepared"), result, submission, job_state)
     if state == "queued":
@@ -115,7 +115,7 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
         report: called if results cannot be written, as for another user's runs.
 
     Returns:
-        the states of all jobs, by token and index.
+        the states of all jobs, as `job_states` does.
     """
     submitted = sweep.submissions()
     jobs = jobs_of(sweep, submitted)
@@ -140,7 +140,7 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
         except (CannotWriteError, OSError) as error:
             unwritten[name] = error.rule if isinstance(error, CannotWriteError) else str(error)
         except ConfigError:
-            # Another process has claimed the run, or its files are damaged, which the table reports.
+            # Another process has claimed the run, or the run's files are damaged; `titanlab status` reports damage.
             continue
     if unwritten:
         name, reason = next(iter(unwritten.items()))
@@ -155,7 +155,7 @@ def close_dead_runs(sweep: SweepFolder, jobs: Container[str] = ()) -> None:
     """Write a result for every run that no job has begun and that has no live process."""
     for run in sweep.runs():
         if run.path.name not in jobs:
-            # The files may be damaged, or another user's; the table reports this.
+            # The files may be damaged, or another user's; `titanlab status` reports this.
             with contextlib.suppress(ConfigError, OSError):
                 close_dead(run)
 
@@ -163,7 +163,7 @@ def close_dead_runs(sweep: SweepFolder, jobs: Container[str] = ()) -> None:
 def _early_end(
     sweep: SweepFolder, run: RunFolder, submission: Submission, index: int, state: JobState, launcher: Launcher
 ) -> str | None:
-    """Why a job failed before it began an attempt; None if it has begun one, or if that is not known.
+    """Why a job failed before it began an attempt; None if it has begun one, or if the reason is not known.
 
     Also None if the run keeps its result: the result is later than the job, or the run is done.
     """
@@ -172,7 +172,7 @@ def _early_end(
         return None
     if state.state != "ended" or state.never_started or _has_begun(run, submission, index):
         return None
-    # A job that somebody ended, or that had nothing to do, has not failed.
+    # A job has not failed if somebody ended it, or if it had nothing to do.
     if launcher.has_scheduler and (launcher.end_of(state) is not None or (state.exit_code or 0) <= 0):
         return None
     return launcher.early_end(sweep.path, submission, index)
@@ -212,7 +212,7 @@ def _record(
     outcome = result or with_progress(run, _judged(run, attempt, state, launcher, early))
     end = launcher.end_of(state)
     if end is not None and end.kind is OutcomeKind.NODE_FAIL and outcome.kind in _ASKED:
-        # Ranks on other nodes were asked to stop and could not know the reason.
+        # Ranks on other nodes recorded a request to stop: they could not know that a node had failed.
         outcome = replace(outcome, kind=OutcomeKind.NODE_FAIL)
     if end is not None and end.kind in _KNOWN and outcome.kind is OutcomeKind.CRASH and not _says_why(outcome):
         # The outcome was written before the scheduler knew the reason.
@@ -221,7 +221,7 @@ def _record(
         # The job was cancelled between its requeue and its next attempt: the result is of the attempt before.
         outcome = replace(outcome, kind=OutcomeKind.CANCELLED, cause=f"{cancelled_by} before it went on")
     is_oom = outcome.kind is OutcomeKind.OOM
-    # A process with a traceback ran out of memory before the scheduler killed anything.
+    # Keep an outcome with a traceback: its process ran out of memory before the scheduler killed anything.
     if memory is not None and attempt and not (outcome.traceback is not None if is_oom else _says_why(outcome)):
         rank = memory.rank if memory.rank is not None else outcome.rank if is_oom else None
         cause = f"{outcome.cause if is_oom else 'killed for want of memory'}; {memory.said}"
@@ -255,7 +255,7 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
     if (reason := read_stop(run.attempt_folder(attempt))) is not None:
         return ended(reason.kind, f"{reason.cause}; it ended before it had saved")
     if cancelled_by is not None:
-        # Also if the signal killed the process before it had a handler.
+        # This also holds if the signal killed the process before it had installed a handler.
         return ended(OutcomeKind.CANCELLED, f"{cancelled_by}; it ended before it had saved")
     if noted is not None:
         return noted
@@ -271,5 +271,5 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
 
 
 def _says_why(outcome: Outcome) -> bool:
-    """Whether an outcome is more than an exit code, and not a secondary failure."""
+    """Whether an outcome says more than an exit code, and no failure of another rank caused it."""
     return not outcome.echo and (outcome.traceback is not None or outcome.kind is not OutcomeKind.CRASH)

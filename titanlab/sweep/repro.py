@@ -1,4 +1,4 @@
-"""Restores the code of a run in a git worktree, and its config; reports what differs now.
+"""Restores a run's code in a git worktree, and its config; reports what differs from the present.
 
 Nothing in the run's folder is executed: git runs without hooks, and files are parsed as data. All paths and recorded
 values are checked, because the folder may be a stranger's.
@@ -41,7 +41,7 @@ class RecordedCode:
 
     Attributes:
         sha: the commit; None: not recorded.
-        fingerprint: of the Python files of the package; None: not recorded.
+        fingerprint: hash of the Python files of the package; None: not recorded.
         patch: the difference to the commit; empty: none.
         problem: why the patch cannot be used, or is incomplete; None: it is complete.
         snapshot: a copy of the same code in the sweep's folder; None: there is none.
@@ -81,7 +81,7 @@ def recorded_code(run: RunFolder, attempt: int) -> RecordedCode:
                 snapshot = snapshot or path
     return RecordedCode(
         env=env,
-        # A value such as `--upload-pack=…` would be an option of git.
+        # Git would take a value such as `--upload-pack=…` as an option.
         sha=sha if isinstance(sha, str) and _SHA.fullmatch(sha) else None,
         branch=git.get("branch") if isinstance(git.get("branch"), str) else None,
         fingerprint=fingerprint,
@@ -140,7 +140,7 @@ class Restored:
     """The restored code.
 
     Attributes:
-        is_same: whether it has the fingerprint of the run's code; None: the run has recorded none.
+        is_same: whether the restored code has the run's fingerprint; None: the run has recorded none.
     """
 
     source: str
@@ -221,7 +221,7 @@ def _git(folder: Path, *arguments: str) -> CommandResult | None:
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]{0,99}")
-# These variables differ between any two runs, or name the job.
+# Prefixes of variables that are not compared: these differ between any two runs, or name the job.
 _OWN = ("SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 _LONGEST = 60
 
@@ -238,7 +238,7 @@ _COMPARED: Mapping[str, tuple[str, ...] | None] = {
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, value then, value now, of everything that differs."""
+    """(name, value then, value now) for each recorded fact that differs."""
     found = []
     for section, keys in _COMPARED.items():
         old, new = _mapping(then, section), _mapping(now, section)
@@ -278,7 +278,7 @@ _PLACES = ("runs", "sweep", "name")
 
 
 def composable(config: Mapping[str, Any]) -> str:
-    """The text of a YAML that composes to a run's recipe: a list of schemas, and all values.
+    """The text of a YAML file from which Hydra composes a run's recipe: a list of schemas, and all values.
 
     Raises:
         ConfigError: an option is not installed here, or a value breaks a rule.
@@ -296,9 +296,9 @@ def composable(config: Mapping[str, Any]) -> str:
 
 
 def config_differences(run: RunFolder, env: Mapping[str, Any]) -> list[tuple[str, str, str]] | str:
-    """Key, value then, value now, of all that a run's sweep or command line composes otherwise now; or why none can be.
+    """(key, value then, value now) where a run's sweep or command line now composes another value; or why neither can.
 
-    The place of the run does not count.
+    The run's name and folders (`_PLACES`) are not compared.
     """
     sweep = SweepFolder(run.path.parent)
     manifest, rows = sweep.manifest(), sweep.points()
@@ -310,7 +310,7 @@ def config_differences(run: RunFolder, env: Mapping[str, Any]) -> list[tuple[str
             loader = Loader(read_flags(shared), shared)
             # `base` reads the options that all points share, which decides how a point's values are set.
             loader.base()
-            # Without a space it may be a single run, which has no defaults of sweeps.
+            # Without a space, the run may be a single run: these have no defaults of sweeps.
             if manifest.get("space") is not None:
                 points = [row["point"] for row in rows if isinstance(row.get("point"), dict)]
                 choose_defaults(loader, points, measured=True)

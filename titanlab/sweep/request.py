@@ -53,15 +53,15 @@ _OF_THE_SWEEP = ("sweep", "runs", "sweeps", "notes")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A sweep as requested: everything is read, and nothing is composed.
+    """What a command line asks for: read and checked, but not composed yet.
 
     Attributes:
         loader: composes with the overrides that all points share.
         space: the definition of the points, as plain values.
-        control: values of the control; None: the sweep has none.
-        option: of the group `sweeps`; None: the sweep is defined by the command line alone.
+        control: values of the control, a recipe run repeatedly to see drift of the machine; None: there is none.
+        option: the chosen option of the group `sweeps`; None: the sweep is defined by the command line alone.
         named: whether the command line sets `name` for all runs.
-        notices: one line for each thing that the sweep goes without.
+        notices: lines for the user, such as why the sweep does not record with wandb.
     """
 
     loader: Loader
@@ -78,7 +78,7 @@ class Request:
     def definition(self) -> Mapping[str, Any]:
         """The content of sweep.json that defines the sweep."""
         where = [expression.text for expression in self.where]
-        # No key without a control: definitions of sweeps from before controls stay equal.
+        # Omit the key without a control: definitions of older sweeps, which had no controls, then stay equal.
         control = {} if self.control is None else {CONTROL: dict(self.control)}
         overrides = list(self.loader.overrides)
         return {"overrides": overrides, "space": self.space, "where": where, "repeats": self.repeats, **control}
@@ -92,13 +92,13 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None, *, meas
         loader: has composed these arguments, which describe one recipe; None: nothing is composed yet.
 
     Raises:
-        ConfigError: they do not describe a sweep.
+        ConfigError: the arguments do not describe a sweep.
     """
     flags = read_flags(arguments)
     with composition_errors(flags.overrides, flags.values):
         parsed = OverridesParser.create().parse_overrides(list(map(as_typed, flags.overrides)))
     shared = [text for text, override in zip(flags.overrides, parsed, strict=True) if not override.is_sweep_override()]
-    # A recipe that is composed already is a single run.
+    # A caller that passes a loader starts a single run.
     is_sweep, loader = loader is None, loader or Loader(flags, shared)
     base = loader.base()
     _check_plugins(base)
@@ -151,7 +151,7 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None, *, meas
 
 
 def choose_defaults(loader: Loader, points: Sequence[Values], *, measured: bool) -> tuple[str, ...]:
-    """Give the loader the options that a sweep has unless anything chooses others. Returns what the user must know."""
+    """Give the loader a sweep's default options, unless others are chosen. Returns lines that the user must know."""
     chosen = loader.chosen(points)
     notices: tuple[str, ...] = ()
     if _TRACKER not in chosen:
@@ -198,15 +198,15 @@ def _swept_values(loader: Loader, text: str, override: Override) -> list[Any]:
         cure = f"list some: {key}=0.1,0.2, or range(start,stop,step)"
         raise ConfigError(key, typed, "has infinitely many values", cure)
     try:
+        # Create at most one value more than the limit, also of a range that is shuffled: a range may have billions.
         swept: Any = override.value()
-        # Hydra would create all values of a range to shuffle them.
         is_range = isinstance(swept, RangeSweep)
         known = swept.range() if is_range else override.sweep_iterator()
         values = list(map(plain_value, itertools.islice(known, LIMIT + 1)))
         if is_range and swept.shuffle:
             random.shuffle(values)
     except (HydraException, ArithmeticError, ValueError) as error:
-        # A step of 0, or a bound that is not a number, is no HydraException.
+        # A step of 0, or a bound that is not a number, raises no HydraException but another error.
         rule = (
             str(error).splitlines()[0] if isinstance(error, HydraException) else "has infinitely many values, or none"
         )

@@ -42,11 +42,11 @@ FAILED = tuple(kind.value for kind in OutcomeKind if kind is not OutcomeKind.DON
 def standings(
     folder: SweepFolder, report: Callable[[str], None], names: Sequence[str], *, note: str = ""
 ) -> Iterator[tuple[RunFolder, tuple[Submission, int] | None, str, str | None]]:
-    """Runs with their jobs and standings; first writes results for runs whose jobs have ended without one.
+    """Each run with its job, its state and its outcome; first writes results for runs whose jobs ended without one.
 
     Args:
-        names: of runs; none: all.
-        note: ends the report that the scheduler does not answer: what follows from it.
+        names: names of runs; empty: all runs.
+        note: what follows if the scheduler does not answer; added to the report of that.
     """
     jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
     if (problem := silence(states)) is not None:
@@ -61,9 +61,9 @@ class Cancelled:
     """The cancelled runs of a sweep, by name.
 
     Attributes:
-        stopping: ran, and were asked to save and end.
-        withdrawn: waited, and were removed from the queue.
-        ended: had ended before.
+        stopping: these were running, and were asked to save and end.
+        withdrawn: these waited, and were removed from the queue.
+        ended: these had ended before.
     """
 
     stopping: list[str] = field(default_factory=list)
@@ -115,14 +115,14 @@ def retry(
     overrides: Sequence[str] = (),
     dry_run: bool = False,
 ) -> list[QueuedRun]:
-    """Submit ended runs again, and return at once. Returns them, in the order of their names.
+    """Submit ended runs again, and return at once. Returns their new jobs, in the order of the runs' names.
 
     Args:
         outcomes: choose runs with these outcomes; none: any outcome, if runs are named.
         stale: choose runs whose code differs from the present code, also finished ones; they start from the beginning,
             and their old folders are renamed.
-        names: of runs; none: all of the sweep.
-        overrides: of `launch`, of the cluster's sizes and of the layout, for the new jobs.
+        names: names of runs; empty: all runs of the sweep.
+        overrides: for the new jobs; may change `launch`, the cluster's sizes and the layout.
 
     Raises:
         ConfigError: no choice of runs is given, a named run does not exist, or the launcher refuses.
@@ -148,7 +148,7 @@ def retry(
         chosen, note = [], "; runs that may still have a job are left alone"
         for run, _, word, ended_as in standings(folder, report, names, note=note):
             if stale:
-                # None: no attempt has begun.
+                # `made_by` is None if no attempt has begun.
                 made_by = (run.env() or {}).get("code", {}).get("fingerprint")
                 is_chosen = word in ("done", "ended") and (not outcomes or ended_as in outcomes)
                 is_chosen = is_chosen and made_by not in (None, sweep_folder.present_code())

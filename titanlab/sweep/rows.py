@@ -1,6 +1,6 @@
 """The table of a sweep: a row for every run and every dropped point, from the files in its folder.
 
-docs/comparing.md has the meanings of the columns, which `status --json` and the files of `collect` share.
+docs/comparing.md explains the columns. `status --json` and the files of `collect` have the same columns.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from titanlab.recipe import Recipe
 
 
-# Increase it when a column changes its meaning or is removed, but not for new columns.
+# Increase SCHEMA when a column changes its meaning or is removed, but not for new columns.
 SCHEMA = 2
-# One column for each key that the sweep varies.
+# Prefix of the columns for keys that the sweep varies, one column for each key.
 POINT = "point."
 
 TEXT, WHOLE, NUMBER, TRUTH = "text", "whole", "number", "yes/no"
@@ -112,12 +112,12 @@ def recipe_columns(config: Mapping[str, Any]) -> dict[str, Any]:
     """The layout, techniques and sizes of a resolved recipe.
 
     Raises:
-        LookupError, TypeError: it is not a recipe.
+        LookupError, TypeError: the config is not a recipe.
     """
     training, compiled = config["training"], config["compile"]
     degrees = {axis: config["parallelism"][axis] for axis in AXES}
     layout = Layout(**degrees, expert=config["parallelism"]["expert"])
-    # As Recipe.microbatch; creating a Recipe would take longer than the whole row.
+    # Computed as in Recipe.microbatch; creating a Recipe would take longer than the whole row.
     microbatch = training["microbatch"] or (1 if layout.pipeline > 1 else training["global_batch"] // layout.data)
     precision, accelerator, device = config["precision"], config["cluster"]["accelerator"], config["cluster"]["device"]
     return {
@@ -152,7 +152,7 @@ def _emulates(precision: str, emulate: str | None, accelerator: str, device: str
     return bool(schema.on_device(accelerator=accelerator, device=device).emulate == "true")
 
 
-# Columns that are one entry of a result's summary, or of the latest row of a running attempt.
+# Column → its entry in a result's summary, or in the latest metrics of a running attempt.
 _OF_METRICS = {
     "tokens_per_second": meter.TOKENS_PER_SECOND,
     "tflops": meter.TFLOPS,
@@ -184,7 +184,7 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
     if peak is not None and formula is not None:
         source = metrics.get("peak_source") or "unknown source"
         convention = f"{formula} FLOPs a token, over {peak:.4g} TFLOP/s ({source})"
-    # The largest peak of all ranks; the rank that logs may have needed more after the ranks were last compared.
+    # The largest peak of all ranks, or that of the rank that logs, if it grew after the ranks were last compared.
     memory, memory_rank = metrics.get(meter.MEMORY_MOST), metrics.get(meter.MEMORY_MOST_RANK)
     own = metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)"))
     if memory is None or (own is not None and own > memory):
@@ -196,7 +196,7 @@ def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config
     """The code, hosts and cores of an attempt, and whether it had more processes than cores.
 
     Args:
-        env: of the attempt; None: it has not begun. Parts of it may be missing, if no process lived to begin it.
+        env: the attempt's env.json; None: it has not begun. Parts are missing if all processes died before its start.
         job: the attempt's job.json; empty: no scheduler assigned nodes.
     """
     code, host, packages = ((env or {}).get(section) or {} for section in ("code", "host", "packages"))
@@ -219,11 +219,11 @@ def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config
     return {**columns, "hosts": hosts, "cores": cores, "oversubscribed": is_oversubscribed}
 
 
-# Points that were dropped on purpose: no rule was broken.
+# Stages that drop a point although it breaks no rule.
 _UNWANTED = ("where", "duplicate")
 Job = tuple[Submission, int]
 """A submission, and the index of a run in it."""
-# The start of an attempt: its recipe, and its environment and job if they are recorded.
+# The files of an attempt's start: config.yaml, env.json (None: missing) and job.json (empty: missing).
 _Attempt = tuple[Mapping[str, Any], Mapping[str, Any] | None, Mapping[str, Any]]
 
 
@@ -245,7 +245,7 @@ class SweepTable:
         """A row for each run and each dropped point: in the order of the plan, then runs that are not in the plan.
 
         Args:
-            states: from the scheduler, by token and index; None: nothing is known of jobs.
+            states: the scheduler's states of jobs (see `job_states`); None: unknown.
         """
         steps = stack_steps(self.sweep.manifest().get("space"))
         points: list[dict[str, Any]] = [
@@ -301,7 +301,7 @@ class SweepTable:
             "step": end.step if end else status.step,
             "steps": (end.steps if end else status.steps) or config["training"]["steps"],
             "attempt": status.attempt,
-            # Most runs have one attempt: do not read their folders.
+            # Most runs have one attempt: then do not read the folders of attempts.
             "restarts": run.restarts() if status.attempt > 1 else 0,
             "updated": status.updated or None,
             "folder": str(run.path),
@@ -324,7 +324,7 @@ class SweepTable:
         facts |= estimate_columns(kept, facts["layout.label"])
         if env is not None:
             facts["started"] = env.get("time")
-            # If no process lived to begin the attempt, no code is recorded.
+            # If all processes died before the attempt began, no code is recorded.
             fingerprint = env.get("code", {}).get("fingerprint")
             facts["code"] = fingerprint if isinstance(fingerprint, str) else None
             facts["stale"] = None if None in (facts["code"], self.code) else facts["code"] != self.code
@@ -373,7 +373,7 @@ _OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
 
 
 def estimated(recipe: Recipe) -> Estimate | str:
-    """The estimate of a resolved recipe, or why there is none; one for all names, repeats, seeds and learning rates."""
+    """The estimate of a resolved recipe, or why there is none; name, repeat, seed and learning rate do not count."""
     # Change a copy: making a new config would check the rate, and another package's optimizer may refuse 1.0.
     optimizer = copy.copy(recipe.optimizer)
     vars(optimizer).update(lr=1.0, schedule=Schedule())
@@ -406,7 +406,7 @@ def estimate_values(recipe: Recipe) -> dict[str, Any]:
 
 
 def _late_estimate(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The estimate of a frozen recipe."""
+    """The estimate of the recipe in a run's config.yaml, computed now."""
     from titanlab.recipe import from_mapping
 
     try:
@@ -416,11 +416,11 @@ def _late_estimate(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def estimate_columns(kept: Mapping[str, Any] | None, layout: str | None) -> dict[str, Any]:
-    """The columns of a row.
+    """The estimate's columns of a row.
 
     Args:
         kept: the stored estimate of the run; None: there is none.
-        layout: of the latest attempt, which may have another layout than the estimated one.
+        layout: the layout of the latest attempt, which may differ from the estimated one.
     """
     if not isinstance(kept, Mapping):
         return {}
@@ -455,7 +455,7 @@ def write_table(rows: Sequence[Mapping[str, Any]], sweep: str, into: Path) -> li
     from pyarrow import csv, parquet
 
     table = arrow_table(rows, sweep)
-    # Spreadsheets run a text that begins with these as a formula, and the text of a cause may come from anybody.
+    # Spreadsheets run a text that begins with `=` as a formula, and anybody may have written the text of a cause.
     plain = arrow_table([{name: _inert(value) for name, value in row.items()} for row in rows], sweep)
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -497,8 +497,8 @@ def look_at(
     Args:
         estimates: whether to estimate runs without a stored estimate, which takes some seconds.
 
-    Writes results for runs whose jobs have ended without one; if a result cannot be written, calls `report` once for
-    each message.
+    Each call writes results for runs whose jobs have ended without one; if a result cannot be written, it calls
+    `report` once for each message.
     """
     reported: set[str] = set()
 

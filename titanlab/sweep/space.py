@@ -63,7 +63,7 @@ def expand(space: Any) -> list[Values]:
 
 
 def stack_steps(space: Any) -> dict[str, int]:
-    """The number of each step of a stack by the canonical text of its point; empty: the space is not a stack."""
+    """Canonical text of a point → the number of its step in the stack; empty: the space is not a stack."""
     with contextlib.suppress(ConfigError):
         if isinstance(space, Mapping) and "stack" in space:
             return {canonical_text(point): number for number, point in enumerate(expand(space))}
@@ -103,10 +103,10 @@ def flattened(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str
 def differing(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], left_out: Sequence[str]
 ) -> list[tuple[str, str, str]]:
-    """Key, value and other value, as text, of all that differs between two configs; `–`: the key is missing.
+    """(key, value in `ours`, value in `theirs`) as text, for each key that differs; `–`: the key is missing.
 
     Args:
-        left_out: keys or groups at the top of the configs.
+        left_out: keys or groups at the top of the configs that are not compared.
     """
     old, new = ({key: as_text(value) for key, value in flattened(config)} for config in (ours, theirs))
     return [
@@ -175,7 +175,7 @@ def _read(space: Any, place: str) -> tuple[str, Any]:
 
 
 def _item(item: Any, word: str, at: str) -> Mapping[Any, Any]:
-    """An item of a list as a space: without a word, it has the word of its list."""
+    """An item of a list as a space; an item without a word gets the word of its list."""
     if not isinstance(item, Mapping):
         cure = "write {key: value}" if word in _OF_POINTS else "write {key: [values]}"
         raise ConfigError(at, item, "is neither a space nor a mapping of keys", cure)
@@ -256,7 +256,7 @@ class Expression:
         """Whether a point meets the condition.
 
         Raises:
-            ConfigError: it cannot be computed, or the result is neither true nor false.
+            ConfigError: the condition cannot be computed, or the result is neither true nor false.
         """
         try:
             result = self._compute(look)
@@ -367,7 +367,7 @@ def _number(value: Any) -> Any:
     return value
 
 
-LENGTH = 60  # of a label, in characters
+LENGTH = 60  # The most characters of a label.
 BASE = "base"
 # Names of options that mean nothing without their group.
 _VAGUE = ("none", "off", "full", "block", "default", "local")
@@ -409,8 +409,8 @@ def _part(key: str, value: Any) -> str:
     return f"{short}_{'none' if value is None else value}"
 
 
-# The first repeat of the control: a sweep has at most 1,000 repeats, numbered from 0, and the control's runs must
-# differ from the repeats of a point with the same recipe.
+# The number of the control's first repeat. The repeats of points are numbered from 0 to at most 999, so a run of the
+# control is never equal to a run of a point with the same recipe.
 FIRST_REPEAT = 1000
 # The control has at least one run at the beginning, one in the middle, and one at the end.
 _FEWEST = 3
@@ -442,7 +442,7 @@ def starting_order(points: Sequence[SweepPoint]) -> list[int]:
         seen[recipe] += 1
     order = [number for index, numbers in enumerate(rounds) for number in numbers[:: -1 if index % 2 else 1]]
     controls = [number for number, point in enumerate(points) if point.is_control]
-    # The control comes first, last, and at equal distances, which is between the rounds of whole repeats.
+    # The control's runs come first, last, and at equal distances. If all rounds are equally long, that is between them.
     size = len(order)
     for index, control in reversed(list(enumerate(controls))):
         order.insert(size * index // max(1, len(controls) - 1), control)

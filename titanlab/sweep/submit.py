@@ -1,7 +1,7 @@
 """Submits the missing runs of a study, each only once, even if this process is killed at any moment.
 
-The order is: run folders, the snapshot of the code, an intent for each array, the array itself. The next submission
-continues from the parts that exist. The plan of a submission is text or plain values, with the planner's estimates.
+It writes the run folders, the snapshot of the code and an intent (what it will submit) for each array of jobs, and then
+submits the array. If it is killed, the next submission continues from the parts that exist.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class QueuedRun:
     """A run to be put into a queue.
 
     Attributes:
-        changes: the groups and values of its frozen recipe that the job replaces.
-        outcome: of the run until now; None: it has none.
+        changes: the groups and values of the run's config.yaml that the job replaces.
+        outcome: the run's outcome until now; None: the run has none.
     """
 
     run: str
@@ -212,7 +212,7 @@ def decide(study: Study, *, force: bool = False, states: States | None = None, a
 
     Args:
         force: submit ended runs again, from the beginning, whatever their outcome; waiting and running ones stay.
-        states: of jobs; None: ask their launchers, which need not be installed.
+        states: the states of jobs; None: ask their launchers, which need not be installed.
         answered: whether the launchers can be asked; if not, jobs in their queues are unknown.
     """
     folder = folder_of(study)
@@ -247,7 +247,7 @@ def submit(study: Study, report: Callable[[str], None], *, force: bool = False) 
     folder = folder_of(study)
     folder.path.mkdir(parents=True, exist_ok=True)
     with folder.claim():
-        # Again under the claim: another sweep may have taken the folder meanwhile.
+        # Check the name again under the claim: another sweep may have taken the folder meanwhile.
         _check_name(folder, study)
         settle(folder, report)
         decisions = _decided(study, folder, reconcile(folder), force=force)
@@ -283,7 +283,7 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
     points += [row_of(drop.point, None, dropped={"stage": drop.stage, "reason": drop.reason}) for drop in study.dropped]
     earlier = [row for row in folder.points() if row.get("run") and row["run"] not in now]
     points += [row for row in earlier if folder.run(row["run"]).path.is_dir()]
-    # Recipes that are swept may have notes of their own.
+    # A sweep whose recipes have different notes has no notes itself.
     texts = {planned.recipe.notes for planned in study.planned}
     notes = None if folder.name == SINGLE or len(texts) != 1 else texts.pop()
     manifest = {
@@ -328,7 +328,7 @@ def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[s
             run.withdraw_cancel()
         submission = Submission(
             launcher=first.launch.kind,
-            # Not earlier than its runs' folders: a host whose clock is ahead may have created them.
+            # Not earlier than its runs' folders (see `jobs_of`): a host whose clock is ahead may have created them.
             created=max([time.time(), *(run.created() or 0.0 for run in runs)]),
             code=code.as_posix(),
             shape=first.shape,
@@ -406,7 +406,7 @@ def wake(folder: SweepFolder) -> None:
 
 
 HEADINGS = ("run", "layout", "processes", "nodes", "GPU-hours", "est. hours", "est. GB", "checkpoint GB", "action")
-# In the order in which the counts are shown.
+# Action → its words below the table, in the order in which the counts are shown.
 _WORDS = {
     "submit": "to submit",
     "queued": "queued already",

@@ -74,7 +74,7 @@ class SweepFolder:
     def notes(self) -> str:
         """The notes of the latest submission on one line; empty if it has none."""
         notes = None
-        with contextlib.suppress(ConfigError):  # `titanlab status` names the damaged file.
+        with contextlib.suppress(ConfigError):  # If sweep.json is damaged, `titanlab status` names it.
             notes = self.manifest().get("notes")
         return " ".join(notes.split()) if isinstance(notes, str) else ""
 
@@ -146,7 +146,7 @@ def jobs_of(sweep: SweepFolder, submitted: Sequence[Submission]) -> dict[str, tu
     jobs = {}
     for run, job in latest.items():
         created = None
-        with contextlib.suppress(ConfigError):  # Its files cannot be read.
+        with contextlib.suppress(ConfigError):  # The run's files cannot be read.
             created = sweep.run(run).created()
         if job[0].created >= (created or 0.0):
             jobs[run] = job
@@ -196,10 +196,10 @@ def find_run_or_sweep(text: str, runs: Path | str, key: str = "run") -> RunFolde
     """The run that a user names or, if no run is meant, the sweep; with an absolute path.
 
     Args:
-        key: named in the error if there is neither.
+        key: the key of the error if there is neither a run nor a sweep.
 
     Raises:
-        ConfigError: there is neither; or several runs match, or the files of the run are damaged.
+        ConfigError: no run and no sweep matches, several runs match, or the files of the run are damaged.
     """
     try:
         return RunFolder(find_run(text, runs).path.absolute())
@@ -221,7 +221,7 @@ _NO_CODE = ("*.pyc", ".*", "*~")
 
 
 def take_snapshot(code: Path, *, package: Path | None = None) -> Path:
-    """Copy the package and the YAML files beside it into `code`, named by their content, unless they are there.
+    """Copy the package and its YAML files into a subfolder of `code` named by their hash. Returns the subfolder.
 
     Packages that add options through entry points are not copied: jobs import them as they are installed.
 
@@ -236,7 +236,7 @@ def take_snapshot(code: Path, *, package: Path | None = None) -> Path:
             # In a wheel, these folders are inside the package.
             if (package.parent / name).is_dir() and not (package / "conf").is_dir():
                 shutil.copytree(package.parent / name, part / name, ignore=_not_texts)
-        # The digest of the copy: the original may be edited meanwhile.
+        # Hash the copy: somebody may edit the original meanwhile.
         digest = hashlib.sha256()
         for path in sorted(path for path in part.rglob("*") if path.is_file() and path.parent.name != _COMPILED):
             digest.update(path.relative_to(part).as_posix().encode() + b"\0")
@@ -255,7 +255,7 @@ def take_snapshot(code: Path, *, package: Path | None = None) -> Path:
             try:
                 part.rename(final)
             except OSError:
-                # Another process was faster.
+                # Another process has created the same snapshot first.
                 if not (final / RECORD).is_file():
                     raise
         return final

@@ -28,12 +28,12 @@ _COLOURS: Mapping[str, str] = {"good": "green", "busy": "cyan", "idle": "dim", "
 # On a narrow terminal, columns are dropped in this order; then names of runs are shortened.
 _DROPPED_FIRST = ("", "layout", "GiB", "MFU", "left")
 _LEAST_NAME = 20
-_HASH = 9  # letters of a hash with its dash
+_HASH = 9  # Characters of the dash and the hash at the end of a run's name.
 # Lines of the live view besides the rows of runs: headings, counts, prompt.
 _FRAME_LINES = 6
 _LIVE_CAUSES = 5
 _FEW = 4
-# Not a full line: the terminal writes `^C` after it.
+# Shorter than a line: after Ctrl-C, the terminal writes `^C` behind this text.
 _LEAVE = "Ctrl-C ends the watching; the runs go on"
 
 
@@ -75,7 +75,7 @@ class Screen:
         rows = look()
         with self._drawn(harmless(sweep.title())) as draw:
             draw(_harmless(rows))
-            # Only around the loop: `draw` must be closed properly after Ctrl-C.
+            # Suppress only around the loop: `draw` must be closed properly after Ctrl-C.
             with contextlib.suppress(KeyboardInterrupt):
                 while not settled(rows):
                     sleep(seconds)
@@ -113,7 +113,7 @@ class Screen:
         # Imported here: `titanlab --help` does not need it.
         from rich.console import Console
 
-        # It finds NO_COLOR, COLUMNS and LINES in the environment.
+        # Console finds NO_COLOR, COLUMNS and LINES in the environment.
         return Console(
             file=self._stream, force_terminal=True, highlight=False, legacy_windows=False, _environ=self._environ
         )
@@ -131,7 +131,7 @@ class Screen:
         if height is not None:
             room = max(1, height - _FRAME_LINES - len(beneath))
             left_out = max(0, len(shown) - room)
-            # The order: active runs first, then failed, stopped, waiting and finished ones.
+            # If not all runs fit: active runs first, then failed, stopped, waiting and finished ones.
             urgency = {"busy": 0, "bad": 1, "halted": 2, "idle": 3, "good": 4}
             places = sorted(range(len(shown)), key=lambda place: (urgency[listing.state_tone(shown[place])], place))
             shown = [shown[place] for place in sorted(places[:room])]
@@ -166,7 +166,7 @@ def settled(rows: Sequence[Row]) -> bool:
 
 
 def _table(rows: Sequence[Row], columns: int, now: float) -> list[Any]:
-    """The lines of the table: without empty columns and those that do not fit, and then with shorter names."""
+    """The lines of the table. If it is too wide, columns are dropped, and then names of runs are shortened."""
     from rich.text import Text
 
     lines = [dict(zip(listing.HEADINGS, listing.cells(row, now=now), strict=True)) for row in rows]
@@ -213,7 +213,7 @@ def follow(folder: SweepFolder) -> list[dict[str, Any]]:
 
 
 def upload_lines(folder: SweepFolder, rows: Sequence[Row]) -> list[str]:
-    """How to see a sweep in wandb, if no run is active and files of one wait for an upload; else empty."""
+    """How to see a sweep in wandb, if no run is active and files of a run wait for an upload; else empty."""
     if not settled(rows):
         return []
     runs = [folder.run(row["run"]) for row in rows if row["state"] == "ended"]
@@ -226,7 +226,7 @@ def upload_lines(folder: SweepFolder, rows: Sequence[Row]) -> list[str]:
 
 
 def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The exit code for the first run that is not done, 0 if all are; that of Ctrl-C if the run has not ended."""
+    """The exit code of the first run that is not done, or of Ctrl-C if that run has not ended; 0 if all are done."""
     for row in rows:
         if row["state"] == "dropped" or row["outcome"] == OutcomeKind.DONE.value:
             continue
@@ -243,7 +243,7 @@ _AUTOMATIC = [kind.value for kind in OutcomeKind if kind.automatic]
 
 
 class RunWatch:
-    """Watches one run: its lock, its status, and its row in the table of its sweep, which closes dead runs."""
+    """Watches one run: its lock, its status, and its row in the sweep's table. Each look there closes dead runs."""
 
     def __init__(self, run: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
