@@ -9,8 +9,8 @@ rank has the same work. For the keys of other ranks:
 So the causal mask is needed only within each chunk, and every other part is a full rectangle. Partial results are
 merged by the logarithms of their denominators (arXiv 1805.02867): no matrix of scores and no mask is ever stored.
 
-There are two exchanges, `Ring` and `GatherKv`. Either one is inside a custom operator with its own backward: in
-compiled code the communication causes no graph break, and activation checkpointing sees one named operator.
+There are two exchanges, `Ring` and `GatherKv`. Both run inside a custom operator with its own backward: in compiled
+code the communication causes no graph break, and activation checkpointing sees one named operator.
 
 Shapes: tensors are sent and stored as [batch, seq, heads, head_dim]; kernels get the transposed view.
 """
@@ -34,7 +34,7 @@ from titanlab.parallelism.collectives import all_gather_single, group_named
 from titanlab.techniques.model.attention import HostStarts, InnerAttention, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
 
-# Largest number of tokens for trying attention of another class: longer than the usual windows of 4,096.
+# Most tokens of the example on which attention of another class is tried: more than the usual window of 4,096.
 _TRIED = 4608
 
 
@@ -54,12 +54,12 @@ class ContextAttention(nn.Module):
     """Causal softmax(q·kᵀ/√head_dim)·v over sequences of which this rank has `positions`; replaces a model's attention.
 
     q [batch, heads, seq / ranks, head_dim] and k, v with kv_heads → shaped as q. With `starts` [batch, seq / ranks] on
-    the CPU, attention is within documents; `starts` are places in the whole sequence. Every rank of the group has to
-    call it, forward and backward, in the same order.
+    the CPU, attention is within documents; `starts` are positions in the whole sequence. Every rank of the group has to
+    run this module, forward and backward, in the same order.
 
     Args:
-        kernel: the kernel that the model asks for, `auto` for the best. If it returns no denominators or does not
-            support the inputs, the next suitable kernel is used. On CPU there is only one.
+        kernel: the kernel that the model asks for, `auto` for the best. If that kernel returns no denominators or does
+            not support the inputs, the next suitable kernel is used. On CPU there is only one kernel.
     """
 
     def __init__(self, method: str, group: ProcessGroup, kernel: str = "auto") -> None:
@@ -80,7 +80,7 @@ class ContextAttention(nn.Module):
 def spread_attention(model: nn.Module, path: str, *, method: str, group: ProcessGroup) -> None:
     """Replace the module at `path` in every block of the model's `layers` by a `ContextAttention`.
 
-    It uses the replaced module's `kernel`, or `auto` if the module has no such attribute.
+    The new module uses the replaced module's `kernel`, or `auto` if that has no such attribute.
     """
     container, _, name = path.rpartition(".")
     for block in model.get_submodule(BLOCKS).children():
@@ -90,11 +90,10 @@ def spread_attention(model: nn.Module, path: str, *, method: str, group: Process
 
 
 def check_attention(model: nn.Module, account: ModelAccount, *, seq_len: int, context: int) -> None:
-    """Check that a model's attention computes the same as `ContextAttention`; runs attention of another class on an
-    example.
+    """Check that a model's attention computes the same as `ContextAttention`, by an example if it is another class.
 
     Raises:
-        ConfigError: it computes something else, or cannot be tried on a CPU.
+        ConfigError: the model's attention computes something else, or the example does not run on a CPU.
     """
     for number, block in model.get_submodule(BLOCKS).named_children():
         module = block.get_submodule(account.attention)
@@ -197,7 +196,7 @@ def attention_backward(
         add_gradients(block, gradients)
         exchange.give(gradients, into=(dk, dv))
         del block, gradients  # before memory for the next is allocated
-    # The last part needs only local keys: it hides the transfer of the last gradients.
+    # The last part needs only local keys: computing it hides the transfer of the last gradients.
     add_gradients(_local_head(k, v, chunks), first_halves((dk, dv)))
     exchange.collect(into=(dk, dv))
     return _swapped(dq.to(q.dtype)), _swapped(dk.to(k.dtype)), _swapped(dv.to(v.dtype))
@@ -244,7 +243,7 @@ class KeysAndValues(NamedTuple):
     chunks: tuple[int, ...]
 
 
-# An index of some sequences of the batch, and of places in them.
+# An index of some sequences of the batch, and of tokens in them.
 Part = tuple[slice, slice | Tensor]
 
 
@@ -256,13 +255,12 @@ class Chunks:
     So the work between two chunks is a full rectangle without a mask, or nothing. Within a chunk, each document is
     causal attention by itself.
 
-    Keys, values and gradients are transferred as without documents: no rank waits for a message that another does not
-    send.
+    Documents do not change what ranks send: otherwise a rank could wait for a message that another does not send.
 
     Attributes:
-        numbers: of the chunks in the sequence.
-        inner: [2·batch, seq / 2] the starts within each chunk, 0 for a document that began before it; None: without
-            documents.
+        numbers: the chunks' numbers in the sequence.
+        inner: [2·batch, seq / 2]: for each token, where in the chunk its document begins; 0 if it began before the
+            chunk. None: each sequence is one document.
     """
 
     def __init__(self, starts: Tensor | None, group: ProcessGroup) -> None:
@@ -278,10 +276,10 @@ class Chunks:
             self.inner = (halves(starts) - begins).clamp(min=0)
 
     def rectangles(self, block: KeysAndValues, q: Tensor) -> Iterable[tuple[Part, Part]]:
-        """The local rows, and the keys of a block, of which each row attends to each key."""
+        """Pairs of indices: some local rows, and the keys of `block` to which every one of these rows attends."""
         size, every = q.shape[1] // 2, slice(None)
         if self._starts is None:
-            # Chunks that come after the local head.
+            # Only the local tail attends to chunks that come after the local head.
             first = size if block.chunks[-1] >= self.numbers[0] else 0
             yield (every, slice(first, None)), (every, every)
             return
@@ -384,7 +382,7 @@ class Ring:
             self._gradients = None
 
     def _pass_on(self, block: Pair, *, step: int) -> Callable[[], Pair] | None:
-        """Send a block down, and receive the block of the rank `step` ranks above; None after the last."""
+        """Send a block down; return a function that waits for the block of the rank `step` above, or None at the end."""
         if step >= self._ranks:
             return None
         if self._rank == 0:
@@ -401,12 +399,12 @@ class Ring:
 
 
 def transfer(sent: Pair, to: int, expected: Pair, source: int, group: ProcessGroup) -> Callable[[], Pair]:
-    """Start to send one pair to a rank of the group, and to receive one pair from a rank; with NCCL one launch.
+    """Start to send one pair to a rank of the group, and to receive one pair from a rank; NCCL launches once.
 
     A pair is two messages: copying keys and values into one buffer costs more than a second message.
 
     Returns:
-        a function that waits for both, and returns the received pair.
+        a function that waits for both transfers, and returns the received pair.
     """
     going = tuple(x.contiguous() for x in sent)
     works = batch_isend_irecv(
@@ -486,7 +484,7 @@ class GatherKv:
                 gradient[:, : part.shape[1]] += part
 
     def _sizes(self, *, whole: range) -> list[int]:
-        """Elements of the gradients exchanged with each rank: of all keys for ranks in `whole`, else of the heads."""
+        """By rank, how many gradient elements are exchanged with it: of all keys if in `whole`, else of one head."""
         sizes = [self._block_size if rank in whole else self._block_size // 2 for rank in range(self._ranks)]
         sizes[self._rank] = 0
         return sizes

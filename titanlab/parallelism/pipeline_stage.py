@@ -56,8 +56,8 @@ class ScheduledStage(PipelineStage):
             scale: gradients are those of scale · loss.
             split_backward: some backwards compute the gradients of inputs first and those of weights later.
             reduces_each: FSDP reduces the gradients of blocks, the children of `module.layers`, in each backward. Other
-                gradients are reduced at the end of the step: a forward may write the gradient of the head, and every
-                reduction of a unit must have the gradients of the same parameters.
+                gradients are reduced at the end of the step: a forward may write the gradient of the head, but all
+                reductions of one FSDP unit must cover the same parameters.
         """
         super().__init__(module, number, len(placement), device, group=group)
         if not isinstance(module, FSDPModule) and any(isinstance(part, FSDPModule) for part in module.modules()):
@@ -96,7 +96,7 @@ class ScheduledStage(PipelineStage):
                 finalize_by_hand(True)
 
     def _reduce_blocks(self, *, all_reduce: bool) -> None:
-        """Let blocks reduce in the next backward; all_reduce: over replicas too, which only the last backward needs."""
+        """Let blocks reduce in the next backward; with `all_reduce` over replicas too: only the last needs that."""
         for unit in self._reduced_each:
             unit.set_requires_gradient_sync(True, recurse=False)
             unit.set_requires_all_reduce(all_reduce, recurse=False)
@@ -123,7 +123,7 @@ class ScheduledStage(PipelineStage):
                 held.clear()
 
     # The runtime calls the following methods; names and arguments are torch's. Sends and receives are started at once,
-    # so that the runtime gets no operations to run. Neighbouring stages may be on this rank.
+    # so the lists of operations that the runtime gets are empty. A neighbouring stage may be on this rank.
 
     def forward_one_chunk(
         self,
@@ -143,7 +143,7 @@ class ScheduledStage(PipelineStage):
         if self.is_last:
             with self._phase("forward"):
                 output = self._loss(lambda: self.submod(stage_input, *places), labels)
-            # A chunked loss has written the gradient of the head's weight.
+            # A chunked loss has written the gradient of the head's weight, outside a backward.
             if torch.is_grad_enabled():
                 _sum_in_reduce_dtype(self.submod)
             loss = output.detach()
@@ -152,7 +152,7 @@ class ScheduledStage(PipelineStage):
         else:
             with self._phase("forward"):
                 output = self.submod(stage_input, *places)
-            # The runtime hands it to a stage on this rank.
+            # If the next stage is on this rank, the runtime hands over the output itself.
             if self._placement[self.stage_index + 1] != self._placement[self.stage_index]:
                 self._computed[fwd_chunk_id, self.stage_index + 1] = self._checked(output, "hidden state")
         if output.requires_grad:
