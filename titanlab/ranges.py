@@ -1,6 +1,6 @@
 """Checks the numbers and choices of a config before any code uses it, and makes all of its values hashable.
 
-A number with too many digits makes endless loops and huge tables before any other rule is checked.
+Without these checks, a number with too many digits could cause endless loops and huge tables.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ranged(prefix: str) -> Callable[[T], T]:
     Lists become tuples. Whole numbers: an absolute value of at most `MOST`. Floats: finite. Fields whose names end in
     `_seconds`: at most `MOST_SECONDS`. A field's metadata adds to this: `most` of a whole number (None: another rule
     checks it), `least`, `positive` (True), `choices`, and the `cure` of these if it is not the default. A class that
-    declares a field again inherits the metadata from its bases.
+    declares a field again inherits the field's metadata from its bases.
 
     Args:
         prefix: prefix of the keys in errors, such as `model.`; empty for the recipe's own keys.

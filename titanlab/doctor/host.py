@@ -1,4 +1,4 @@
-"""What this process may use of the host: cores, memory, open files; its name; and its folders."""
+"""Checks of the host: its cores, memory, limits of this process, the host's name, and folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOW_SHARED, _NO_SHARED = 1 * _GIB, 128 << 20
 
 
 def graded(name: str, text: str, hint: str, *, fails: bool = False, warns: bool = False) -> Finding:
-    """A finding, with the state that the rules give, and with the hint unless the state is ok."""
+    """A finding that fails if `fails`, else warns if `warns`, else is ok and has no hint."""
     return fail(name, text, hint) if fails else warn(name, text, hint) if warns else ok(name, text)
 
 
@@ -100,7 +100,7 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def check_runs(runs: Path, *, needs_shared: bool) -> Iterator[Finding]:
-    """The folder of runs, or the place where it would be made; `needs_shared`: jobs run on other hosts."""
+    """The folder of runs, or the nearest existing one above it; `needs_shared`: whether jobs run on other hosts."""
     folder = existing(runs)
     if not os.access(folder, os.W_OK | os.X_OK):
         yield fail("folder of runs", f"{folder} cannot be written", "give a folder of yours: runs=~/runs")
@@ -122,7 +122,7 @@ def check_runs(runs: Path, *, needs_shared: bool) -> Iterator[Finding]:
 
 
 def check_cache(name: str, folder: Path, *, is_executed: bool = False) -> Iterator[Finding]:
-    """A folder of a cache, which may not exist yet; `is_executed`: libraries in it are loaded."""
+    """A folder of a cache, which may not exist yet; `is_executed`: whether processes load libraries from it."""
     there = existing(folder)
     if not os.access(there, os.W_OK | os.X_OK):
         yield fail(name, f"{there} cannot be written", "give another folder (TITANLAB_CACHE, TMPDIR)")

@@ -34,7 +34,7 @@ def check_python() -> Iterator[Finding]:
     yield graded("Python", text, hint, fails=sys.version_info < _LEAST)
     yield ok("titanlab", f"{titanlab.__version__}, {Path(titanlab.__file__).parent}")
     tested, installed = tested_versions(), versions(PACKAGES)
-    # Without the local part of versions: 2.13.0+cpu is built from 2.13.0.
+    # Compare without the local part of versions: 2.13.0+cpu is built from 2.13.0.
     others = [
         f"{name} {have} (tested: {tested[canonicalize_name(name)]})"
         for name, have in installed.items()
@@ -48,7 +48,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def tested_versions() -> dict[str, str]:
-    """The versions in constraints.txt, which a clone has beside the package and a wheel inside; empty: neither."""
+    """The versions in constraints.txt, which a clone has beside the package, a wheel in it; empty: there is none."""
     package = Path(titanlab.__file__).parent
     for path in (package / "constraints.txt", package.parent / "constraints.txt"):
         with contextlib.suppress(OSError):
@@ -96,7 +96,7 @@ REDUCE_SECONDS = 120.0
 def run_script(
     *words: str, python: str = sys.executable, seconds: float, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """The values that the script prints; or none, and the reason."""
+    """The values that the script prints, and an empty text; or no values, and the reason."""
     answer = run_command(python, "-P", str(SCRIPT), *words, seconds=seconds, environ=environ)
     if answer is None:
         return {}, f"gave no answer within {seconds:g} s"
@@ -155,7 +155,7 @@ def check_torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
 
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:
-    """Whether code for `sm_80` runs on a device: on 8.0 and 8.6; `compute_80` on all later ones."""
+    """Whether code for an architecture runs on a device: `sm_80` on 8.0 and 8.6, `compute_80` on all later ones."""
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
     if match is None:
         return False

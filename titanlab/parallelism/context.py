@@ -382,7 +382,7 @@ class Ring:
             self._gradients = None
 
     def _pass_on(self, block: Pair, *, step: int) -> Callable[[], Pair] | None:
-        """Send a block down; return a function that waits for the block of the rank `step` above, or None at the end."""
+        """Send a block down; return a function that waits for the block of the rank `step` above; None at the end."""
         if step >= self._ranks:
             return None
         if self._rank == 0:

@@ -22,10 +22,10 @@ from titanlab.techniques.compile.schema import Compile
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredFigure:
-    """One figure of a rank."""
+    """One number of a rank, as declared and as traced."""
 
     rank: int
-    name: str  # `parameters of its stages`, `parameter bytes`, `block 3 saved bytes`, `shard all_gather bytes`, …
+    name: str  # `parameters of its stages`, `parameter bytes`, `block 3: saved bytes`, `shard all_gather bytes`, …
     declared: int
     traced: int
 
@@ -37,7 +37,7 @@ class DeclaredFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceComparison:
-    """The ranks of one recipe."""
+    """What ranks of one recipe declare, and what was traced."""
 
     recipe: Recipe
     notes: Sequence[str]  # one line for each difference from the requested recipe
@@ -102,9 +102,9 @@ def comparison_values(comparison: TraceComparison) -> dict[str, Any]:
     }
 
 
-# The first microbatch accumulates gradients, and after the last one they are reduced.
+# Trace at least two: the first microbatch accumulates gradients, and after the last one they are reduced.
 _MICROBATCHES = 2
-# Limits memory: each process has imported torch and holds a stage's modules.
+# A limit, because of memory: each process has imported torch and holds a stage's modules.
 _MOST_PROCESSES = 8
 
 
@@ -112,7 +112,7 @@ def trace(recipe: Recipe, ranks: Sequence[int] | None = None) -> TraceComparison
     """Trace ranks of a resolved recipe, each in a separate process, and compare them with their declarations.
 
     Args:
-        ranks: None: the first rank of each rank of the pipeline.
+        ranks: ranks of the world; None: those of `different_ranks`.
 
     Raises:
         ConfigError: the recipe breaks a rule, cannot be traced, or has no such rank.
@@ -143,14 +143,14 @@ def _trace_rank(recipe: Recipe, rank: int) -> RankAccount:
 
 
 def different_ranks(recipe: Recipe) -> tuple[list[int], tuple[str, ...]]:
-    """The first rank of each rank of the pipeline, without those whose declarations equal an earlier one's; notes."""
+    """The first rank of the world in each pipeline rank, without those that declare the same as an earlier one."""
     layout = recipe.layout
     chosen: dict[str, int] = {}
     same: dict[int, list[int]] = {}
     inner = math.prod(degree for axis, degree in layout.degrees().items() if axis != AXES[0])
     for rank in range(0, layout.world, inner):
         account = declared(recipe, rank)
-        # Blocks of one size and treatment count alike, whatever their number.
+        # Leave out the numbers of blocks: ranks with different blocks may declare the same bytes.
         key = repr((replace(account, rank=0, saved={}), sorted(account.saved.values())))
         if key in chosen:
             same.setdefault(chosen[key], []).append(rank)
