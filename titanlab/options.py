@@ -87,7 +87,7 @@ def combining_groups() -> frozenset[str]:
 
 @functools.cache
 def combination(group: str, name: str) -> Option | None:
-    """The dataclass of several options, with `kind` and a field for each option; None: not a combination.
+    """The dataclass of several options, with `kind` and a field for each option; None: `name` is no combination.
 
     Raises:
         ConfigError: an option is named twice, or its name is not a word.

@@ -28,10 +28,10 @@ _DIGITS = 40  # most digits of a number in a message
 def ranged(prefix: str) -> Callable[[T], T]:
     """Class decorator: check the numbers and choices of a config dataclass whenever an instance is made.
 
-    Lists become tuples. Whole numbers: an absolute value of at most `MOST`. Floats: finite. Fields whose names end in
-    `_seconds`: at most `MOST_SECONDS`. A field's metadata adds to this: `most` of a whole number (None: another rule
-    checks it), `least`, `positive` (True), `choices`, and the `cure` of these if it is not the default. A class that
-    declares a field again inherits the field's metadata from its bases.
+    Lists become tuples. Whole numbers must have an absolute value of at most `MOST`, floats must be finite, and fields
+    whose names end in `_seconds` at most `MOST_SECONDS`. A field's metadata may add limits: `most` of a whole number
+    (None: another rule checks it), `least`, `positive` (True), `choices`; and `cure`, the advice in errors about these.
+    A class that declares a field again inherits the field's metadata from its bases.
 
     Args:
         prefix: prefix of the keys in errors, such as `model.`; empty for the recipe's own keys.

@@ -28,7 +28,7 @@ _PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)")
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter, and the important packages."""
+    """Findings about the interpreter, and about packages whose versions differ from the tested ones."""
     hint = f"titanlab needs {'.'.join(map(str, _LEAST))} or later"
     text = f"{platform.python_version()}, {sys.executable}"
     yield graded("Python", text, hint, fails=sys.version_info < _LEAST)
@@ -185,7 +185,7 @@ _USED_MIB = 1024
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Driver, memory in use, memory errors."""
+    """Findings of nvidia-smi about the driver, memory in use and memory errors."""
     if shutil.which("nvidia-smi") is None:
         yield ok("GPUs", "there is no nvidia-smi on PATH: processes compute on the CPU")
         return

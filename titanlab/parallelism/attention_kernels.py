@@ -118,7 +118,7 @@ def _cudnn_backward(*inputs: Tensor, causal: bool) -> Gradients:
     return dq, dk, dv
 
 
-# The efficient kernel has no grouped-query heads, so key/value heads are repeated. It pads `lse` to 32 rows.
+# The efficient kernel has no grouped-query heads, so key/value heads are repeated. `lse` is padded.
 _EFFICIENT_ROWS = 32
 
 

@@ -68,7 +68,7 @@ class ContextAttention(nn.Module):
         self.group_name: str = group.group_name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | HostStarts | None = None) -> Tensor:
-        # A model may pass on the `starts` of its forward unchanged.
+        # A model may pass on the `HostStarts` that its own `forward` got.
         starts = starts.tensor if isinstance(starts, HostStarts) else starts
         out: Tensor = attention(q, k, v, starts, self.method, self.group_name, self.kernel)[0]
         return out
@@ -264,7 +264,7 @@ class Chunks:
     """
 
     def __init__(self, starts: Tensor | None, group: ProcessGroup) -> None:
-        """`starts`: [batch, seq] int64, on the CPU: the place in the whole sequence of the first token of each local
+        """`starts`: [batch, seq] int64, on the CPU: the position in the whole sequence of the first token of each local
         token's document; None: each sequence is one document.
         """
         self.numbers = owned(group.rank(), group.size())
@@ -333,7 +333,7 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 # Both exchanges take this rank's contiguous keys and values, and the ranks of the context axis in order. The
-# constructor starts the first transfer, so that local work hides it. `blocks` gives the keys and values of other ranks
+# constructor starts the first transfer, so that local work hides it. `blocks` yields the keys and values of other ranks
 # that local rows need, once each, while the next block is in transfer. `give` sends the gradients of the latest block
 # to the rank that owns it; gradients that have arrived for this rank's keys may be added to `into`. `collect` waits for
 # the remaining gradients.
@@ -342,13 +342,13 @@ def _swapped(x: Tensor) -> Tensor:
 class Ring:
     """Ring attention (arXiv 2310.01889): ranks pass on blocks of keys and values while they use the current block.
 
-    Blocks move *down*, from rank r to r−1: a rank's keys first reach the ranks before it, which need all of them, and
-    after rank 0 the ranks after it, which need only the head. So rank 0 drops the tail, and only keys that are used are
-    sent: three quarters of the n·(n−1) blocks of a full ring. (Upwards, tails would pass through ranks that do not need
-    them.)
+    Blocks move *down*, from rank r to r−1: a rank's keys first reach the ranks before it, which need all of them. After
+    rank 0 they reach the ranks after it, which need only the head. So rank 0 drops the tail, and only keys that are
+    used are sent: three quarters of the n·(n−1) blocks of a full ring. (Upwards, tails would pass through ranks that do
+    not need them.)
 
-    Gradients are sent directly to the owner of the keys, in the kernel's dtype, and added there in float32. The number
-    of messages is that of a ring, but a ring would have to send running sums in float32, and each rank would wait for
+    Gradients are sent directly to the owner of the keys, in the kernel's dtype, and added there in float32.
+    Passing them on in a ring would take as many messages, but of running sums in float32, and each rank would wait for
     its neighbour's sum.
     """
 
@@ -369,8 +369,8 @@ class Ring:
 
     def give(self, gradients: Pair, into: Pair) -> None:
         self.collect(into)
-        # The block's owner is `step` ranks above; the gradients of this rank's keys come from the rank `step` below. A
-        # rank before this one has used all keys, a rank after it only the head.
+        # The block's owner is `step` ranks above; the gradients of this rank's keys come from the rank `step` below. If
+        # that rank comes before this one, it has used all of these keys, else only those of the head.
         owner, sender = ((self._rank + step) % self._ranks for step in (self._step, -self._step))
         expected = self._empty(whole=sender < self._rank)
         self._gradients = transfer(gradients, owner, expected, sender, self._group)
@@ -428,11 +428,10 @@ def first_halves(pair: Pair) -> Pair:
 
 
 class GatherKv:
-    """All-gather KV: ranks gather all keys and values while they compute the local part; the keys of other ranks
-    follow.
+    """All-gather KV: ranks gather all keys and values while they compute with the local ones, then use the others.
 
-    Compared with a ring, it has fewer and larger products, but needs memory for all keys and values while one attention
-    runs; the backward pass gathers them again. This is the method of Llama 3 (arXiv 2407.21783, section 3.3.2). Every
+    This has fewer and larger products than a ring, but needs memory for all keys and values while one attention runs;
+    the backward pass gathers them again. This is the method of Llama 3 (arXiv 2407.21783, section 3.3.2). Every
     rank receives every tail, also tails that come after all of its queries. Gradients return to their owners by an
     all-to-all in the kernel's dtype, without parts that are zero, and are added in float32.
     """
@@ -484,7 +483,7 @@ class GatherKv:
                 gradient[:, : part.shape[1]] += part
 
     def _sizes(self, *, whole: range) -> list[int]:
-        """By rank, how many gradient elements are exchanged with it: of all keys if in `whole`, else of one head."""
+        """By rank, how many gradient elements are exchanged with it: of all keys if in `whole`, else of half of them."""
         sizes = [self._block_size if rank in whole else self._block_size // 2 for rank in range(self._ranks)]
         sizes[self._rank] = 0
         return sizes

@@ -94,7 +94,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
 class Way(NamedTuple):
     """How `spread` sent and sorted rows; `gather` needs this to send the results back.
 
-    order, inverse: [received] the order of received rows by expert, and its inverse
+    order, inverse: [received] the order that sorts received rows by expert, and its inverse
     sent, received: [experts] int64 on the host: rows sent to each expert; rows received for this rank's experts, by
         rank
     rows: number of rows that were sent

@@ -33,7 +33,7 @@ Loss = Callable[[Callable[[], Tensor], Tensor], Tensor]
 
 
 def of_logits(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    """The loss of a model that returns logits, by a function of (logits, labels)."""
+    """The `Loss` of a model that returns logits; `function`: (logits, labels) → the loss."""
     # No variable refers to the logits: they are freed as soon as the loss is known.
     return lambda compute, labels: function(compute(), labels)
 
@@ -42,7 +42,7 @@ class Columns(NamedTuple):
     """The columns of the vocabulary that a rank has.
 
     Attributes:
-        group: the ranks that have the other columns; None: this rank has all.
+        group: the ranks that have the other columns; None: this rank has all columns.
     """
 
     first: int = 0
@@ -61,7 +61,7 @@ class SplitLoss:
     (Megatron-LM, arXiv 1909.08053, section 3, sends three).
 
     Args:
-        compiled: compiles a function of tensors that does not communicate; None: nothing is compiled.
+        compiled: compiles a function without communication; None: nothing is compiled.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ChunkedLoss:
             columns: the columns of this rank's part of the head's weight, which may be a DTensor.
             gathered: the head's input → all tokens of the microbatch, [tokens, dim]; None: the input [batch, seq, dim]
                 already has all tokens.
-            compiled: compiles a function of tensors that does not communicate; None: nothing is compiled.
+            compiled: compiles a function without communication; None: nothing is compiled.
             writes_gradient: the forward pass adds the gradient of the weight to `weight.grad` itself, instead of the
                 backward pass. A pipeline needs this: a schedule may run many forward passes before the first backward
                 pass, and each would keep a tensor of the weight's size.
@@ -227,7 +227,7 @@ def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     """By token, the log-sum-exp of this rank's columns, and the label's logit if it has that column, else 0: [2, n]."""
     values = logits.float()
     mine, column = _column_of_label(labels, first, logits.shape[1])
-    # One kernel; torch.logsumexp would be four.
+    # This takes one kernel; torch.logsumexp would take four.
     own_sum = values[:, 0] - torch.log_softmax(values, dim=-1)[:, 0]
     return torch.stack([own_sum, values.gather(1, column).squeeze(1).where(mine, 0.0)])
 

@@ -81,7 +81,7 @@ class ScheduledStage(PipelineStage):
         self.received: Counter[int] = Counter()
 
     def begin_step(self) -> None:
-        """Let `perform_reduce_grad` reduce gradients and free parameters at the end of the step, not each backward.
+        """Let `perform_reduce_grad` reduce gradients and free parameters at the end of the step, not in each backward.
 
         Blocks reduce in each backward if `reduces_each`.
         """
@@ -96,7 +96,7 @@ class ScheduledStage(PipelineStage):
                 finalize_by_hand(True)
 
     def _reduce_blocks(self, *, all_reduce: bool) -> None:
-        """Let blocks reduce in the next backward; with `all_reduce` over replicas too: only the last needs that."""
+        """Let blocks reduce in the next backward; `all_reduce`: also over replicas, which only the last backward needs."""
         for unit in self._reduced_each:
             unit.set_requires_gradient_sync(True, recurse=False)
             unit.set_requires_all_reduce(all_reduce, recurse=False)

@@ -204,8 +204,8 @@ class DeferredWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Defer products of all linear layers whose two gradients can be computed separately, and of callers of
-        `products`.
+        """Defer the products of all linear layers whose two gradients can be computed separately, and of all layers
+        whose forward calls `products`.
 
         Other layers compute the gradient of their weight together with that of their input.
         """

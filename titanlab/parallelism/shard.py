@@ -35,8 +35,8 @@ class Sharded:
 
     Attributes:
         forward: the function to call: the model, or DDP's wrapper.
-        microbatch: context of one microbatch's forward and backward; `last=`: whether it is the last microbatch of the
-            step.
+        microbatch: context manager of one microbatch's forward and backward; `last=`: whether the microbatch is the
+            last one of the step.
         release: frees parameters gathered by a forward without a backward.
         divides_by: the number by which the reduction divides the sum of all ranks' gradients.
     """
@@ -353,8 +353,8 @@ def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     # The norm of 16-bit gradients is computed in 32 bits.
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].device.type == "cpu":
-        # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be wrong by 0.5 %, and by
-        # another share in another layout. So large tensors are first reduced row by row.
+        # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be wrong by 0.5 %, and in
+        # another layout by another share. So large tensors are first reduced row by row.
         gradients = [
             g if g.numel() <= _ADDED_AT_ONCE else torch.linalg.vector_norm(g, dim=-1, dtype=dtype) for g in gradients
         ]

@@ -69,7 +69,7 @@ class TensorParallel:
         return rows
 
     def stream(self, summand: Tensor) -> Tensor:
-        """The sum over ranks of [batch, seq, dim], in the form of the residual stream."""
+        """The sum of `summand` [batch, seq, dim] over ranks, whole or cut like the residual stream."""
         summing = _SumScatter if self.sequence_parallel else _Sum
         stream: Tensor = summing.apply(summand, *self._group)  # type: ignore[no-untyped-call]
         return stream
@@ -98,7 +98,7 @@ def rowwise(layer: nn.Module, cut: TensorParallel) -> None:
 
 
 def gathered(module: nn.Module, cut: TensorParallel) -> None:
-    """Gather the first argument of a module that computes on whole sequences, once for all products inside.
+    """Gather the first argument of a module that computes on whole sequences, once for all layers inside.
 
     The argument becomes [batch·seq, dim]. Only `colwise` layers may read it, so that AsyncTP can fuse gather and
     products.

@@ -30,7 +30,7 @@ from titanlab.techniques.optimizer.contract import Stored
 
 @dataclass(frozen=True, kw_only=True)
 class RankAccount:
-    """One rank's part of a step."""
+    """What one rank stores, keeps and sends in a step."""
 
     rank: int  # in the world
     parameters: int  # number of parameters in its pieces of the model, with the shards of other ranks
@@ -38,7 +38,7 @@ class RankAccount:
     parameter_bytes: int
     optimizer_bytes: int
     saved: Mapping[int, int]  # by block, bytes that the rank keeps of a microbatch between forward and backward
-    traffic: Sequence[TrafficRow]  # of forward, backward and the totals of the step
+    traffic: Sequence[TrafficRow]  # of forward, backward and the reduction of the step's totals
     update_traffic: Sequence[TrafficRow] = ()  # of the optimizer's step: only traced, never declared
 
 

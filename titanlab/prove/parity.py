@@ -30,12 +30,12 @@ class TrainingTrace:
     # One number for each step.
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    # of the first step, as the optimizer got them; full tensors by parameter name.
+    # Those of the first step, as the optimizer got them: name of a parameter → full tensor.
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step; full tensors by name
-    # by name of each linear layer, the full names of its class and that class's bases.
+    # Name of a linear layer → full names of its class and of that class's bases.
     layers: dict[str, list[str]] = field(default_factory=dict)
-    # by step, tokens of each block's experts; empty if the model has none.
+    # For each step, the number of tokens of each expert in each block; empty if the model has no experts.
     loads: list[list[list[float]]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:

@@ -121,7 +121,7 @@ class Prover:
 
 
 def named_numbers(difference: TraceDifference) -> Iterator[tuple[str, tuple[float, str]]]:
-    """Each number of a difference by its name, with the name of its tensor; empty for a number of the whole step."""
+    """Each number of a difference by name, with its tensor's name, which is empty for a number of the whole step."""
     for name, value in vars(difference).items():
         yield name, value if isinstance(value, tuple) else (value, "")
 
@@ -190,7 +190,7 @@ class Result:
     cause: str = ""
     processes: int = 0
     seconds: float = 0.0
-    log: str | None = None  # of the rank that failed; it has the traceback
+    log: str | None = None  # log of the rank that failed, with the traceback
     same_as: str | None = None  # an earlier run with the same reduced recipe, so that this one was not trained again
     missing: tuple[str, ...] = ()
 

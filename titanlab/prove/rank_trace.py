@@ -54,7 +54,7 @@ Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
 
 def watch_saved_bytes(blocks: Mapping[int, nn.Module]) -> dict[int, int]:
-    """By block, the bytes that it keeps of the first microbatch; filled in when the block's backward begins.
+    """A mapping from block to the bytes that it keeps of the first microbatch, filled in when its backward begins.
 
     Hooks on saved tensors do not see tensors that selective checkpointing keeps. So this counts storages: those that a
     block's forward has made, and the block's input, if they still exist when its backward begins. The block's output

@@ -175,7 +175,7 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
         rule = "has no small head that all these layouts can cut"
         raise ConfigError("model", group[0].recipe.model.kind, rule, "prove fewer of them at once")
     unit = math.lcm(*(case.unit * case.layout.tensor * case.layout.fsdp for case in group))
-    # Rows of the embedding; divisible by the degree of tensor parallelism only if the original's are.
+    # Rows of the embedding: divisible by the degree of tensor parallelism only if the original's rows are.
     rows = -(-_VOCABULARY // unit) * unit
     accounts = [(case.recipe.precision, case.recipe.model.account()) for case in group]
     converts_head = any(own.pieces and own.pieces[-1] in precision.products(own) for precision, own in accounts)
@@ -190,7 +190,7 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
         vocab_size=rows,
         unit=math.lcm(*(case.unit for case in group), *(case.layout.fsdp for case in group)),
     )
-    # Two chunks for each context-parallel process, and equal parts for tensor parallelism.
+    # A sequence needs two chunks for each context-parallel process, and equal parts for tensor parallelism.
     parts = [(2, case.layout.tensor, case.recipe.precision.multiple) for case in group]
     chunk = math.lcm(*(case.layout.context * math.lcm(*part) for case, part in zip(group, parts, strict=True)))
     batch = math.lcm(*(case.layout.data * case.microbatches for case in group))

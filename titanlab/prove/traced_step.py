@@ -45,7 +45,7 @@ class TraceComparison:
 
     @functools.cached_property
     def items(self) -> list[DeclaredFigure]:
-        """All figures, by rank."""
+        """All numbers, rank by rank."""
         return [
             DeclaredFigure(rank=traced.rank, name=name, declared=expected, traced=actual)
             for declared, traced in self.pairs
@@ -58,7 +58,7 @@ class TraceComparison:
 
 
 def _figures(declared: RankAccount, traced: RankAccount) -> dict[str, tuple[int, int]]:
-    """The figures of both accounts of a rank, by name; neighbouring blocks with the same figures have one name."""
+    """The (declared, traced) numbers of a rank, by name; neighbouring blocks with the same numbers share a name."""
     found = {
         "parameters of its stages": (declared.parameters, traced.parameters),
         "parameter bytes": (declared.parameter_bytes, traced.parameter_bytes),
@@ -82,7 +82,7 @@ def _figures(declared: RankAccount, traced: RankAccount) -> dict[str, tuple[int,
 
 
 def comparison_rows(items: Sequence[DeclaredFigure]) -> list[list[str]]:
-    """A row of text for each figure."""
+    """For each number, a table row of texts: rank, name, declared, traced, difference."""
     rows = []
     for item in items:
         difference = f"{item.difference:+,}" if item.difference else "0"
@@ -196,7 +196,7 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     recipe = replace(recipe, parallelism=parallelism, precision=recipe.precision.emulated())
     if is_gpu and recipe.model.attention not in ("auto", "math"):
         recipe = replace(recipe, model=replace(recipe.model, attention="auto"))
-    # The smallest number of microbatches that the recipe may have: more would repeat the same.
+    # Trace as few microbatches as the recipe's rules allow: more would only repeat the same.
     count = recipe.microbatches
     for fewer in range(_MICROBATCHES, count):
         batch = fewer * recipe.microbatch * recipe.layout.data

@@ -135,7 +135,7 @@ def memory_frame(path: Path | str) -> DataFrame:
         try:
             most, machine = most_memory(recipe), machine_of(recipe)
         except ConfigError:
-            continue  # The devices are unknown.
+            continue  # The planner does not know the devices.
         estimated = reserved_bytes(recipe, machine, most) / _GIB
         measured = row["memory_gib"] if row["outcome"] == "done" else None
         rows.append(
@@ -170,7 +170,7 @@ def timeline_of(
 
     Args:
         schedule: an option of the group `schedule`, such as `1f1b`.
-        durations: of one microbatch through all layers of a rank, by kind of action, in any unit.
+        durations: the time of one microbatch in all layers of a rank, by kind of action, in any unit.
         transfer: time to send a tensor from one rank to another, in the same unit.
 
     Raises:

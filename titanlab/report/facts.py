@@ -54,7 +54,7 @@ class Facts:
     @cached_property
     def groups(self) -> list[RecipeRuns]:
         """The recipes, fastest first; recipes without a measured speed are last."""
-        # Oversubscribed and emulated runs come last: their speeds say nothing about the recipe.
+        # Recipes with oversubscribed or emulated runs come last: the speeds of these say nothing.
         return sorted(
             groups(self.rows),
             key=lambda group: (not group.has_speed, -(group.typical("tokens_per_second") or -1.0)),

@@ -99,7 +99,7 @@ class Section:
 
 
 def cell(value: Any, *, digits: int = 4) -> Cell:
-    """A cell of a text or a plain value; numbers are rounded to significant digits, None is empty."""
+    """A cell with a text or a plain value; numbers are rounded to significant digits, None gives an empty cell."""
     if isinstance(value, Cell):
         return value
     if isinstance(value, bool):
@@ -121,7 +121,7 @@ def table(caption: str, headings: Sequence[str], rows: Iterable[Iterable[Any]], 
 
 
 def by_run(caption: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> PageTable:
-    """The values of some columns of the sweep's table, a row for each run."""
+    """A table with some columns of the sweep's table, a row for each run."""
     values = ([run_cell(row["run"]), *(row.get(name) for name in columns)] for row in rows)
     return table(caption, ["run", *columns], values, columns=True)
 

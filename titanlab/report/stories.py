@@ -188,7 +188,7 @@ def _ends(group: RecipeRuns) -> str:
 
 
 def _crosses(series: Mapping[str, Sequence[growth.GrowthPoint]]) -> str:
-    """What crosses mean, if there are any."""
+    """A sentence that says what crosses mean; empty: there are none."""
     is_crossed = any(point.value is None for points in series.values() for point in points)
     return " A cross is a recipe of which no run is done: the line has a gap there." if is_crossed else ""
 

@@ -108,7 +108,7 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
 
 
 def _ours(runs: Sequence[WandbRun]) -> tuple[list[WandbRun], list[str]]:
-    """The runs that titanlab logged, and the names of their points' columns."""
+    """The runs that titanlab logged, and the names of their `point.` columns."""
     ours = [run for run in runs if _recipe_columns(run.config)]
     if runs and not ours:
         rule, cure = "has runs, and none is one of titanlab", "name a project that titanlab writes to"
