@@ -20,7 +20,7 @@ T = TypeVar("T", bound=type)
 # Far above any size, count or number of steps of a training.
 MOST = 2**31 - 1
 MOST_64_BITS = 2**63 - 1  # for arguments of verbs, such as seeds: torch accepts no more
-# Thirty years. Timers of the operating system accept at most 2⁶³ nanoseconds.
+# Thirty years: below the 2⁶³ nanoseconds that timers of the operating system accept.
 MOST_SECONDS = 10**9
 _DIGITS = 40  # most digits of a number in a message
 

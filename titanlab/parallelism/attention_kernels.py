@@ -118,7 +118,7 @@ def _cudnn_backward(*inputs: Tensor, causal: bool) -> Gradients:
     return dq, dk, dv
 
 
-# The efficient kernel has no grouped-query heads, so key/value heads are repeated. `lse` is padded.
+# The memory-efficient kernel needs repeated key/value heads, and `lse` padded to a multiple of this number of rows.
 _EFFICIENT_ROWS = 32
 
 
@@ -158,7 +158,7 @@ KERNELS = {
     FLASH3: _FLASH,
     # 16 bits; grouped-query heads.
     "cudnn": AttentionKernel(_cudnn_forward, _cudnn_backward),
-    # Memory-efficient attention (arXiv 2112.05682): also float32.
+    # Memory-efficient attention (arXiv 2112.05682): 16 bits and float32.
     "efficient": AttentionKernel(_efficient_forward, _efficient_backward),
 }
 

@@ -483,7 +483,7 @@ class GatherKv:
                 gradient[:, : part.shape[1]] += part
 
     def _sizes(self, *, whole: range) -> list[int]:
-        """By rank, how many gradient elements are exchanged with it: of all keys if in `whole`, else of half of them."""
+        """By rank, the gradient elements that are exchanged with it: of all keys if in `whole`, else of half."""
         sizes = [self._block_size if rank in whole else self._block_size // 2 for rank in range(self._ranks)]
         sizes[self._rank] = 0
         return sizes

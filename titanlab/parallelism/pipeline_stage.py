@@ -96,7 +96,7 @@ class ScheduledStage(PipelineStage):
                 finalize_by_hand(True)
 
     def _reduce_blocks(self, *, all_reduce: bool) -> None:
-        """Let blocks reduce in the next backward; `all_reduce`: also over replicas, which only the last backward needs."""
+        """Let blocks reduce in the next backward; `all_reduce`: over replicas too, needed in the last backward only."""
         for unit in self._reduced_each:
             unit.set_requires_gradient_sync(True, recurse=False)
             unit.set_requires_all_reduce(all_reduce, recurse=False)
@@ -123,7 +123,8 @@ class ScheduledStage(PipelineStage):
                 held.clear()
 
     # The runtime calls the following methods; names and arguments are torch's. Sends and receives are started at once,
-    # so the lists of operations that the runtime gets are empty. A neighbouring stage may be on this rank.
+    # so the runtime gets empty lists of operations. If a neighbouring stage is on this rank, the runtime calls the
+    # methods with `local` in their names instead.
 
     def forward_one_chunk(
         self,

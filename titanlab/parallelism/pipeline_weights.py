@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-# Private, the same in torch 2.11 to 2.13.
+# A private module, which is the same in torch 2.11 to 2.13.
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlab.costs import Joined
@@ -150,7 +150,7 @@ class _Products(torch.autograd.Function):
 
 
 def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParallel | None) -> None:
-    """Compute layers of a model or stage as one product, in place.
+    """Let layers of a model or stage with the same input be computed as one matrix product, in place.
 
     Args:
         cut: how tensor parallelism has cut the layers; None: the layers are not cut.

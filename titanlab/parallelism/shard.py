@@ -279,8 +279,8 @@ def replicate_model(model: nn.Module, mesh: DeviceMesh, *, reduces_each: bool = 
     from torch.nn.parallel import DistributedDataParallel
 
     wrapper = DistributedDataParallel(_DryRun(model), process_group=mesh.get_group(), gradient_as_bucket_view=True)
-    # Buffers are the same on all ranks. Set the attribute: torch 2.13 deprecates the argument `broadcast_buffers`, and
-    # 2.11 lacks its replacement.
+    # Do not broadcast buffers: they are the same on all ranks. Set the attribute, because torch 2.13 deprecates the
+    # argument, and 2.11 lacks its replacement.
     wrapper.broadcast_buffers = False
     # DDP learns an order in the first backward and rebuilds its buckets in the next forward. An element's place in its
     # bucket decides the order in which three or more ranks are summed. Without these two empty steps the first step

@@ -33,7 +33,7 @@ class RankAccount:
     """What one rank stores, keeps and sends in a step."""
 
     rank: int  # in the world
-    parameters: int  # number of parameters in its pieces of the model, with the shards of other ranks
+    parameters: int  # number of parameters in the rank's pieces of the model, counted before sharding
     # Bytes that the rank stores; those of parameters include FSDP2's padding.
     parameter_bytes: int
     optimizer_bytes: int

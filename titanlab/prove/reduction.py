@@ -413,7 +413,7 @@ def _model(recipe: Recipe, sizes: Sizes, notes: list[str]) -> ModelConfig:
 
 
 def _frozen(patterns: tuple[str, ...], account: ModelAccount, notes: list[str]) -> tuple[str, ...]:
-    """The patterns that name some of the reduced model's parameters, and leave others to train."""
+    """The patterns that match parameters of the reduced model; none if no parameter would be left to train."""
     chosen = tuple(pattern for pattern in patterns if with_frozen(account, (pattern,)).frozen)
     if len(with_frozen(account, chosen).frozen) == len(account.parameters):
         chosen = ()

@@ -1,7 +1,7 @@
-"""The tolerances of proofs: how far two runs may differ that train the same. Torch-free.
+"""The tolerances of proofs: how far two runs that train the same may differ. Torch-free.
 
-In fp32 two layouts differ only because they round sums in another order: at most 2e-6 is measured in all rows of
-docs/parity.md, and the tolerance is 1e-5. This needs an eps of Adam of at least 1e-6: with the usual 1e-8 an element
+In fp32 two layouts differ only because they round sums in another order: the largest measured difference in
+docs/parity.md is 2e-6, and the tolerance is 1e-5. This needs an eps of Adam of at least 1e-6: with the usual 1e-8 an element
 whose gradient is only rounding error moves as far as any other, and in another layout it may move the other way.
 
 In fewer bits another layout rounds other sums: two runs that round independently are √2 times as far from each other as
@@ -9,8 +9,8 @@ one of them is from the exact result. So the tolerance is twice the distance of 
 each proof measures; a gradient that is summed over the wrong ranks is a hundred times as far away.
 
 Loss and gradient norm are sums of many numbers, and their distances may be small by chance. So their tolerance is at
-least half of the distance of the gradients, a quarter of the gradients' tolerance: the norm differs by at most as much
-as the gradients do.
+least half of the distance of the gradients, which is a quarter of the gradients' tolerance. The norm differs by at most
+as much as the gradients do.
 
 A run that does not really compute in its precision is nearer to fp32. So a run must be at least a quarter as far from
 fp32 as the one-process run is.

@@ -94,7 +94,7 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
 
 
 def check_matplotlib(sweep: str) -> None:
-    """Check that matplotlib is installed, without importing it; a ConfigError if it is not."""
+    """Check that matplotlib is installed, without importing it; raise a ConfigError if it is not."""
     if importlib.util.find_spec("matplotlib") is None:
         rule = "its report needs matplotlib, which is not installed"
         raise ConfigError("sweep", sweep, rule, "pip install 'titanlab[plots]'")

@@ -38,7 +38,7 @@ class View:
 
 
 def check_installed() -> None:
-    """Check that the package is installed; a ConfigError if it is not."""
+    """Check that the package is installed; raise a ConfigError if it is not."""
     if importlib.util.find_spec(_PACKAGE) is None:
         rule = "needs the package wandb-workspaces, which is not installed"
         raise ConfigError("verb", "workspace", rule, "pip install 'titanlab[wandb-workspaces]'")

@@ -152,7 +152,7 @@ def label_text(text: str, *, most: int = _MOST_LETTERS) -> str:
     """A label for matplotlib: printable, of bounded length, and never read as a formula."""
     line = printable(" ".join(text.split()))
     if len(line) > most:
-        # In `… · optimizer.lr 0.1` the last word of the key is enough.
+        # Shorten keys to their last word: `… · optimizer.lr 0.1` becomes `… · lr 0.1`.
         line = re.sub(r"(?<=· )(?:\w+\.)+(?=\w+ )", "", line)
     if len(line) > most:
         # Keep the end: names often differ there.

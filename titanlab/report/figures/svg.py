@@ -86,7 +86,7 @@ def element(figure: TracedFigure, *, name: str, title: str, description: str) ->
     root = _drawn(figure, letters="none")
     for parent in list(root.iter()):
         for child in list(parent):
-            # matplotlib's style sheet would apply to the whole page, and the page's own has the same rule.
+            # Drop matplotlib's style sheet: it would apply to the whole page, which already has this rule.
             if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
                 parent.remove(child)
     _mark(root, figure, prefix=f"{name}-")
