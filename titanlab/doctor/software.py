@@ -58,7 +58,7 @@ def tested_versions() -> dict[str, str]:
 
 
 def check_code() -> Iterator[Finding]:
-    """Whether runs can record their code."""
+    """A finding about whether runs can record their code completely."""
     state = git_state(Path(titanlab.__file__).parent)
     if state is None:
         yield ok("code", "no git repository: runs record the version and a fingerprint of the code")
@@ -71,7 +71,7 @@ def check_code() -> Iterator[Finding]:
 
 
 def check_wandb(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Whether tracker=wandb would upload."""
+    """A finding about whether tracker=wandb would upload."""
     if not versions(["wandb"]):
         yield ok("wandb", "is not installed: sweeps keep metrics.jsonl only")
         return

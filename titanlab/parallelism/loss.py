@@ -28,7 +28,7 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-# (runs the model and returns its output, labels [batch, seq]) → the loss, a float32 scalar
+# (function that runs the model and returns its output, labels [batch, seq]) → the loss, a float32 scalar
 Loss = Callable[[Callable[[], Tensor], Tensor], Tensor]
 
 

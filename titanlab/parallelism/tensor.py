@@ -263,7 +263,7 @@ class _Namespace:
             setattr(self, name, value)
 
 
-# torch.compile traces functional collectives and fuses them with products for AsyncTP; others are faster eagerly.
+# torch.compile traces functional collectives and fuses them with products for AsyncTP. Eager code uses faster ones.
 # Groups are passed by name, as `Any`, because only torch 2.13 has a type for names.
 
 

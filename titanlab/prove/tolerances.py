@@ -1,8 +1,9 @@
 """The tolerances of proofs: how far two runs that train the same may differ. Torch-free.
 
 In fp32 two layouts differ only because they round sums in another order: the largest measured difference in
-docs/parity.md is 2e-6, and the tolerance is 1e-5. This needs an eps of Adam of at least 1e-6: with the usual 1e-8 an element
-whose gradient is only rounding error moves as far as any other, and in another layout it may move the other way.
+docs/parity.md is 2e-6, and the tolerance is 1e-5. This needs an eps of Adam of at least 1e-6: with the usual 1e-8 an
+element whose gradient is only rounding error moves as far as any other, and in another layout it may move the other
+way.
 
 In fewer bits another layout rounds other sums: two runs that round independently are √2 times as far from each other as
 one of them is from the exact result. So the tolerance is twice the distance of the one-process run from fp32, which
@@ -43,7 +44,7 @@ def in_fp32(optimizer: OptimizerConfig) -> dict[str, float]:
 
 
 def in_fewer_bits(optimizer: OptimizerConfig, distances: Mapping[str, float]) -> dict[str, float]:
-    """The tolerances in a lower precision; `distances`: of the one-process run in that precision from fp32."""
+    """The tolerances in a lower precision; `distances`: how far its one-process run is from fp32."""
     scalar = max(distances["loss"], distances["grad_norm"], LEAST_SCALAR * distances["gradient"])
     values = {**distances, "loss": scalar, "grad_norm": scalar}
     return {name: max(least, ROUNDINGS * values[name]) for name, least in in_fp32(optimizer).items()}

@@ -150,7 +150,7 @@ def different_ranks(recipe: Recipe) -> tuple[list[int], tuple[str, ...]]:
     inner = math.prod(degree for axis, degree in layout.degrees().items() if axis != AXES[0])
     for rank in range(0, layout.world, inner):
         account = declared(recipe, rank)
-        # Leave out the numbers of blocks: ranks with different blocks may declare the same bytes.
+        # Ignore which blocks a rank has: ranks with different blocks may declare the same bytes.
         key = repr((replace(account, rank=0, saved={}), sorted(account.saved.values())))
         if key in chosen:
             same.setdefault(chosen[key], []).append(rank)

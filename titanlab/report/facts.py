@@ -116,7 +116,7 @@ class Facts:
         return self.run(row).env(row["attempt"] or None) or {}
 
     def metrics(self, row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
-        """The rows of a run's metrics.jsonl of one kind; empty: it cannot be read."""
+        """The rows of a run's metrics.jsonl of one kind; empty: the file cannot be read."""
         name = str(row["run"])
         if name not in self._metrics:
             try:

@@ -112,7 +112,7 @@ def save(view: View) -> list[str]:
 
 
 def _panels(view: View, module: Any) -> dict[str, Any]:
-    """The panels in their order, by their headings."""
+    """The panels by heading, in the order of the page."""
     summary, config, name = module.SummaryMetric, module.Config, {"legend_template": "${run:displayName}"}
 
     def by_layout(title: str, metric: str) -> Any:
