@@ -14,7 +14,7 @@ def local_part(tensor: Any) -> Any:
 
 
 def distributed_like(tensor: Any, local: Any) -> Any:
-    """Distribute this rank's part of a tensor as another tensor is; returns a plain tensor if the other is plain."""
+    """A DTensor with `local` as this rank's part, distributed like `tensor`; if `tensor` is plain, `local` itself."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor.from_local(
@@ -23,10 +23,9 @@ def distributed_like(tensor: Any, local: Any) -> Any:
 
 
 def in_gradient_dtype(parameter: Any, gradient: Any) -> Any:
-    """A gradient in the dtype that the parameter's `grad` must have, not always the parameter's dtype
-    (`Tensor.grad_dtype`).
+    """The gradient in the dtype that the parameter's `grad` must have (`Tensor.grad_dtype`).
 
-    Under FSDP2, torch 2.15 uses the reduce dtype, earlier versions the parameter's dtype.
+    Under FSDP2, this is the reduce dtype in torch 2.15, and the parameter's dtype in earlier versions.
     """
     return gradient if parameter.grad_dtype is None else gradient.to(parameter.grad_dtype)
 

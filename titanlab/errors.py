@@ -31,7 +31,7 @@ class ConfigError(TitanlabError):
 
 
 class DamagedPosition(ConfigError):
-    """A value of a checkpoint's position that no run saves; a run resumes from the checkpoint before it."""
+    """A checkpoint's position has a value that no run saves; the run then resumes from the checkpoint before it."""
 
 
 def _shown(value: object) -> str:

@@ -29,11 +29,11 @@ from titanlab.errors import ConfigError
 from titanlab.ranges import ranged
 
 T = TypeVar("T", bound=type)
-# Metadata of a config field, about steps. A field without such metadata changes the planner's estimate.
-# Here nobody has measured how the field changes the time of a step, and the planner says so. A tuple of values in place
-# of True: this holds only for these values of the field.
+# Metadata of config fields. If a field has none of these, the planner's estimate takes the field into account.
+# NOT_PRICED: nobody has measured how the field changes the time of a step, and the planner says so. A tuple of values
+# in place of True limits this to these values of the field.
 NOT_PRICED = {"not_priced": True}
-# The field, or its whole group, changes neither time nor memory of a step without validation, checkpoint and profile.
+# OUTSIDE_STEP: the field, or its whole group, does not affect steps without validation, checkpoint and profile.
 OUTSIDE_STEP = {"in_step": False}
 # Joins the names of options to the name of their combination, `wandb+tensorboard`.
 PLUS = "+"
@@ -87,7 +87,7 @@ def combining_groups() -> frozenset[str]:
 
 @functools.cache
 def combination(group: str, name: str) -> Option | None:
-    """The dataclass of several options, with `kind` and a field for each option; None: not a combination.
+    """The dataclass of several options, with `kind` and a field for each option; None: `name` is no combination.
 
     Raises:
         ConfigError: an option is named twice, or its name is not a word.
@@ -164,7 +164,7 @@ def conf_packages() -> tuple[str, ...]:
 
 @functools.cache
 def _schema_modules() -> tuple[ModuleType, ...]:
-    # By path: importing the parent packages would also import their contents, such as figures.
+    # Search by path: importing the parent packages would also import their contents, such as figures.
     folders = [(path, "titanlab.") for path in importlib.import_module("titanlab").__path__]
     names = []
     for path, prefix in folders:

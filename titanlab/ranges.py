@@ -1,6 +1,6 @@
 """Checks the numbers and choices of a config before any code uses it, and makes all of its values hashable.
 
-A number with too many digits makes endless loops and huge tables before any other rule is checked.
+Without these checks, a number with too many digits could cause endless loops and huge tables.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T", bound=type)
 # Far above any size, count or number of steps of a training.
 MOST = 2**31 - 1
 MOST_64_BITS = 2**63 - 1  # for arguments of verbs, such as seeds: torch accepts no more
-# Thirty years. Timers of the operating system accept at most 2⁶³ nanoseconds.
+# Thirty years: below the 2⁶³ nanoseconds that timers of the operating system accept.
 MOST_SECONDS = 10**9
 _DIGITS = 40  # most digits of a number in a message
 
@@ -28,10 +28,10 @@ _DIGITS = 40  # most digits of a number in a message
 def ranged(prefix: str) -> Callable[[T], T]:
     """Class decorator: check the numbers and choices of a config dataclass whenever an instance is made.
 
-    Lists become tuples. Whole numbers: an absolute value of at most `MOST`. Floats: finite. Fields whose names end in
-    `_seconds`: at most `MOST_SECONDS`. A field's metadata adds to this: `most` of a whole number (None: another rule
-    checks it), `least`, `positive` (True), `choices`, and the `cure` of these if it is not the default. A class that
-    declares a field again inherits the metadata from its bases.
+    Lists become tuples. Whole numbers must have an absolute value of at most `MOST`, floats must be finite, and fields
+    whose names end in `_seconds` at most `MOST_SECONDS`. A field's metadata may add limits: `most` of a whole number
+    (None: another rule checks it), `least`, `positive` (True), `choices`; and `cure`, the advice in errors about these.
+    A class that declares a field again inherits the field's metadata from its bases.
 
     Args:
         prefix: prefix of the keys in errors, such as `model.`; empty for the recipe's own keys.

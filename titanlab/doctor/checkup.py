@@ -25,7 +25,7 @@ class Check:
         name: shown if the probe does not answer.
         find: returns findings, or raises any error.
         seconds: time limit. A function that hangs, for example in a file system that does not answer, is abandoned.
-        is_needed: whether training does not work without an answer.
+        is_needed: whether a check without an answer fails; otherwise it is a warning.
     """
 
     section: str

@@ -1,4 +1,4 @@
-"""What this process may use of the host: cores, memory, open files; its name; and its folders."""
+"""Checks of the host: its cores, memory, limits of this process, the host's name, and folders."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _LOW_SHARED, _NO_SHARED = 1 * _GIB, 128 << 20
 
 
 def graded(name: str, text: str, hint: str, *, fails: bool = False, warns: bool = False) -> Finding:
-    """A finding, with the state that the rules give, and with the hint unless the state is ok."""
+    """A finding that fails if `fails`, else warns if `warns`, else is ok and has no hint."""
     return fail(name, text, hint) if fails else warn(name, text, hint) if warns else ok(name, text)
 
 
 def check_cores() -> Iterator[Finding]:
-    """Cores that this process may use, compared with the host's cores, and memory."""
+    """Findings about the cores that this process may use, compared with the host's, and about memory."""
     usable, all_cores = cores(), os.cpu_count() or 1
     text = f"{usable} of the host's {all_cores} may be used"
     yield ok("cores", f"{text} (affinity)" if usable < all_cores else text)
@@ -44,7 +44,7 @@ def check_cores() -> Iterator[Finding]:
 
 
 def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """Shared memory, which NCCL and data readers use between processes of a host."""
+    """Findings about shared memory, which NCCL and data readers use between processes of a host."""
     if not folder.is_dir():
         yield warn("shared memory", f"there is no {folder}", "NCCL and data readers then use slower methods")
         return
@@ -56,7 +56,7 @@ def check_shared_memory(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
 
 
 def check_ulimits() -> Iterator[Finding]:
-    """Limits of this process: open files, locked memory, processes, size of files."""
+    """Findings about the limits of this process: open files, locked memory, size of files, address space."""
     unlimited = resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     numbers = ["unlimited" if number == unlimited else f"{number:,}" for number in (soft, hard)]
@@ -76,7 +76,7 @@ def check_ulimits() -> Iterator[Finding]:
 
 
 def check_network() -> Iterator[Finding]:
-    """The host's name, under which ranks of other hosts find it."""
+    """Findings about the host's name, under which ranks of other hosts find the host."""
     name = socket.gethostname()
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None)})
@@ -100,7 +100,7 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def check_runs(runs: Path, *, needs_shared: bool) -> Iterator[Finding]:
-    """The folder of runs, or the place where it would be made; `needs_shared`: jobs run on other hosts."""
+    """Findings about the folder of runs, or its nearest existing parent; `needs_shared`: jobs run on other hosts."""
     folder = existing(runs)
     if not os.access(folder, os.W_OK | os.X_OK):
         yield fail("folder of runs", f"{folder} cannot be written", "give a folder of yours: runs=~/runs")
@@ -122,7 +122,7 @@ def check_runs(runs: Path, *, needs_shared: bool) -> Iterator[Finding]:
 
 
 def check_cache(name: str, folder: Path, *, is_executed: bool = False) -> Iterator[Finding]:
-    """A folder of a cache, which may not exist yet; `is_executed`: libraries in it are loaded."""
+    """Findings about a cache's folder, which may not exist yet; `is_executed`: processes load libraries from it."""
     there = existing(folder)
     if not os.access(there, os.W_OK | os.X_OK):
         yield fail(name, f"{there} cannot be written", "give another folder (TITANLAB_CACHE, TMPDIR)")

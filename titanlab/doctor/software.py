@@ -28,13 +28,13 @@ _PINNED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)==(\S+)")
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter, and the important packages."""
+    """Findings about the interpreter, and about packages whose versions differ from the tested ones."""
     hint = f"titanlab needs {'.'.join(map(str, _LEAST))} or later"
     text = f"{platform.python_version()}, {sys.executable}"
     yield graded("Python", text, hint, fails=sys.version_info < _LEAST)
     yield ok("titanlab", f"{titanlab.__version__}, {Path(titanlab.__file__).parent}")
     tested, installed = tested_versions(), versions(PACKAGES)
-    # Without the local part of versions: 2.13.0+cpu is built from 2.13.0.
+    # Compare without the local part of versions: 2.13.0+cpu is built from 2.13.0.
     others = [
         f"{name} {have} (tested: {tested[canonicalize_name(name)]})"
         for name, have in installed.items()
@@ -48,7 +48,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def tested_versions() -> dict[str, str]:
-    """The versions in constraints.txt, which a clone has beside the package and a wheel inside; empty: neither."""
+    """The versions in constraints.txt, which a clone has beside the package, a wheel in it; empty: there is none."""
     package = Path(titanlab.__file__).parent
     for path in (package / "constraints.txt", package.parent / "constraints.txt"):
         with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def tested_versions() -> dict[str, str]:
 
 
 def check_code() -> Iterator[Finding]:
-    """Whether runs can record their code."""
+    """A finding about whether runs can record their code completely."""
     state = git_state(Path(titanlab.__file__).parent)
     if state is None:
         yield ok("code", "no git repository: runs record the version and a fingerprint of the code")
@@ -71,7 +71,7 @@ def check_code() -> Iterator[Finding]:
 
 
 def check_wandb(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Whether tracker=wandb would upload."""
+    """A finding about whether tracker=wandb would upload."""
     if not versions(["wandb"]):
         yield ok("wandb", "is not installed: sweeps keep metrics.jsonl only")
         return
@@ -96,7 +96,7 @@ REDUCE_SECONDS = 120.0
 def run_script(
     *words: str, python: str = sys.executable, seconds: float, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], str]:
-    """The values that the script prints; or none, and the reason."""
+    """The values that the script prints, and an empty text; or no values, and the reason."""
     answer = run_command(python, "-P", str(SCRIPT), *words, seconds=seconds, environ=environ)
     if answer is None:
         return {}, f"gave no answer within {seconds:g} s"
@@ -155,7 +155,7 @@ def check_torch(facts: Mapping[str, Any], problem: str) -> Iterator[Finding]:
 
 
 def _runs_on(architecture: str, major: int, minor: int) -> bool:
-    """Whether code for `sm_80` runs on a device: on 8.0 and 8.6; `compute_80` on all later ones."""
+    """Whether code for an architecture runs on a device: `sm_80` on 8.0 and 8.6, `compute_80` on all later ones."""
     match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", architecture)
     if match is None:
         return False
@@ -185,7 +185,7 @@ _USED_MIB = 1024
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Driver, memory in use, memory errors."""
+    """Findings of nvidia-smi about the driver, memory in use and memory errors."""
     if shutil.which("nvidia-smi") is None:
         yield ok("GPUs", "there is no nvidia-smi on PATH: processes compute on the CPU")
         return

@@ -65,7 +65,7 @@ def all_reduce(backend: str, world: int) -> dict[str, Any]:
 
 
 def add_up(rank: int, backend: str, world: int, store: str, totals: Any) -> None:
-    """The code of one process. When its parent ends, torch ends it by SIGINT."""
+    """The code of one process. When the parent process ends, torch ends this process by SIGINT."""
     import torch
     import torch.distributed as dist
 

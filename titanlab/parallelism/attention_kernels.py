@@ -37,14 +37,14 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class AttentionKernel(NamedTuple):
-    """One attention kernel; `causal` masks keys after the row's own index, and needs as many rows as keys.
+    """One attention kernel. `causal` masks, for each row, the keys with a larger index; it needs as many keys as rows.
 
     Attributes:
         forward: (q, k, v, causal=) → the output, shaped as q, and log Σ exp(scores) of every row: float32
             [batch, heads, rows].
         backward: (grad, q, k, v, out, lse, causal=) → the gradients of q, k and v from these keys only, given `out` and
             `lse` over all keys of each row.
-        is_tiled: whether documents are computed together, by tiles, and not one by one.
+        is_tiled: whether one call computes all documents, in tiles; otherwise each document needs its own call.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -52,7 +52,7 @@ class AttentionKernel(NamedTuple):
     is_tiled: bool = False
 
     def documents_forward(self, q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, causal within documents that begin at `starts` [batch, rows], which are on the CPU."""
+        """Causal `forward` within documents. `starts` [batch, rows], on the CPU: first row of each row's document."""
         if self.is_tiled:
             out, lse = tiled_attention(q, k, v, starts, ROWS_OF_TILE)
             return out, lse
@@ -62,7 +62,7 @@ class AttentionKernel(NamedTuple):
         return out, lse
 
     def documents_backward(self, *inputs: Tensor, starts: Tensor) -> Gradients:
-        """As `backward`, causal within documents."""
+        """Causal `backward` within documents; `starts` as for `documents_forward`."""
         grad, q, k, v, out, lse = inputs
         if self.is_tiled:
             dq, dk, dv = tiled_attention_backward(grad, q, k, v, starts, out, lse, ROWS_OF_TILE)
@@ -96,7 +96,7 @@ def _flash_backward(*inputs: Tensor, causal: bool) -> Gradients:
     grad, q, k, v, out, lse = inputs
     op = aten._scaled_dot_product_flash_attention_backward.default
     rows, keys, seed = q.shape[2], k.shape[2], _no_seed(q)
-    # None: the sequences are not ragged. Without dropout the seeds are not used.
+    # The two None are for ragged sequences only; the seeds are for dropout only.
     dq, dk, dv = op(grad, q, k, v, out, lse.contiguous(), None, None, rows, keys, 0.0, causal, seed, seed)
     return dq, dk, dv
 
@@ -118,7 +118,7 @@ def _cudnn_backward(*inputs: Tensor, causal: bool) -> Gradients:
     return dq, dk, dv
 
 
-# This kernel has no grouped-query heads, so key/value heads are repeated; it pads denominators to 32 rows.
+# The memory-efficient kernel needs repeated key/value heads, and `lse` padded to a multiple of this number of rows.
 _EFFICIENT_ROWS = 32
 
 
@@ -149,22 +149,22 @@ def summed(x: Tensor, kv_heads: int) -> Tensor:
     return x if x.shape[1] == kv_heads else x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-# float32, bfloat16, float16; grouped-query heads.
+# Supports float32, bfloat16, float16 and grouped-query heads.
 CPU = AttentionKernel(_cpu_forward, _cpu_backward, is_tiled=True)
-# FlashAttention-2 (arXiv 2307.08691): 16 bits; grouped-query heads. FlashAttention 3, if active, uses its operators.
+# FlashAttention-2 (arXiv 2307.08691): 16 bits; grouped-query heads. The same operators run FlashAttention 3 if active.
 _FLASH = AttentionKernel(_flash_forward, _flash_backward)
 KERNELS = {
     "flash": _FLASH,
     FLASH3: _FLASH,
     # 16 bits; grouped-query heads.
     "cudnn": AttentionKernel(_cudnn_forward, _cudnn_backward),
-    # Memory-efficient attention (arXiv 2112.05682): also float32.
+    # Memory-efficient attention (arXiv 2112.05682): 16 bits and float32.
     "efficient": AttentionKernel(_efficient_forward, _efficient_backward),
 }
 
 
 def _can_use_flash(inputs: SDPAParams) -> bool:
-    # SDPA pads for flash before it calls the operator.
+    # SDPA pads head_dim to a multiple of 8 before it calls the operator; here nothing pads.
     return bool(inputs.query.shape[-1] % 8 == 0 and can_use_flash_attention(inputs))
 
 
@@ -180,9 +180,9 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
 
     Args:
         name: `flash`, `flash3`, `cudnn`, `efficient`, or `auto`: the fastest that supports the inputs (`efficient` for
-            32 bits). On CPU there is only one.
-        shapes_vary: the numbers of rows and keys change from call to call: excludes cuDNN, which makes a plan for each
-            shape.
+            32 bits). On CPU there is only one kernel.
+        shapes_vary: whether the numbers of rows and keys change from call to call. Then cuDNN is not chosen, because it
+            makes a plan for each shape.
 
     Raises:
         RuntimeError: no kernel of this device supports the inputs.
@@ -198,7 +198,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
         if shapes_vary and candidate == "cudnn":
             continue
         shared = candidate != "efficient" and q.shape[1] != k.shape[1]
-        # Key/value heads as after `repeated`; a view is enough for a check of shapes.
+        # A kernel without grouped-query heads gets `repeated` heads; for this check a view of that shape is enough.
         takes_heads = shared or q.shape[1] == k.shape[1]
         k_, v_ = (k, v) if takes_heads else (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
@@ -210,7 +210,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
 
 
 def _documents(starts: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """The part of each document in tensors [batch, heads, rows, …]."""
+    """The index of each document in tensors [batch, heads, rows, …]."""
     for sequence, begins in enumerate(starts.tolist()):
         begin = 0
         while begin < len(begins):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private: resolves the group names of functional collectives, the same in torch 2.11 to 2.13.
+# Private, the same in torch 2.11 to 2.13. Functional collectives use it to find the group with a name.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 # torch 2.13 has the first name and deprecates the second; torch 2.11 has only the second.

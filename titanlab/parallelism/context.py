@@ -9,8 +9,8 @@ rank has the same work. For the keys of other ranks:
 So the causal mask is needed only within each chunk, and every other part is a full rectangle. Partial results are
 merged by the logarithms of their denominators (arXiv 1805.02867): no matrix of scores and no mask is ever stored.
 
-There are two exchanges, `Ring` and `GatherKv`. Either one is inside a custom operator with its own backward: in
-compiled code the communication causes no graph break, and activation checkpointing sees one named operator.
+There are two exchanges, `Ring` and `GatherKv`. Both run inside a custom operator with its own backward: in compiled
+code the communication causes no graph break, and activation checkpointing sees one named operator.
 
 Shapes: tensors are sent and stored as [batch, seq, heads, head_dim]; kernels get the transposed view.
 """
@@ -34,7 +34,7 @@ from titanlab.parallelism.collectives import all_gather_single, group_named
 from titanlab.techniques.model.attention import HostStarts, InnerAttention, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
 
-# Largest number of tokens for trying attention of another class: longer than the usual windows of 4,096.
+# Most tokens of the example on which attention of another class is tried: more than the usual window of 4,096.
 _TRIED = 4608
 
 
@@ -54,12 +54,12 @@ class ContextAttention(nn.Module):
     """Causal softmax(q·kᵀ/√head_dim)·v over sequences of which this rank has `positions`; replaces a model's attention.
 
     q [batch, heads, seq / ranks, head_dim] and k, v with kv_heads → shaped as q. With `starts` [batch, seq / ranks] on
-    the CPU, attention is within documents; `starts` are places in the whole sequence. Every rank of the group has to
-    call it, forward and backward, in the same order.
+    the CPU, attention is within documents; `starts` are positions in the whole sequence. Every rank of the group has to
+    run this module, forward and backward, in the same order.
 
     Args:
-        kernel: the kernel that the model asks for, `auto` for the best. If it returns no denominators or does not
-            support the inputs, the next suitable kernel is used. On CPU there is only one.
+        kernel: the kernel that the model asks for, `auto` for the best. If that kernel returns no denominators or does
+            not support the inputs, the next suitable kernel is used. On CPU there is only one kernel.
     """
 
     def __init__(self, method: str, group: ProcessGroup, kernel: str = "auto") -> None:
@@ -68,7 +68,7 @@ class ContextAttention(nn.Module):
         self.group_name: str = group.group_name
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | HostStarts | None = None) -> Tensor:
-        # A model may pass on the `starts` of its forward unchanged.
+        # A model may pass on the `HostStarts` that its own `forward` got.
         starts = starts.tensor if isinstance(starts, HostStarts) else starts
         out: Tensor = attention(q, k, v, starts, self.method, self.group_name, self.kernel)[0]
         return out
@@ -80,7 +80,7 @@ class ContextAttention(nn.Module):
 def spread_attention(model: nn.Module, path: str, *, method: str, group: ProcessGroup) -> None:
     """Replace the module at `path` in every block of the model's `layers` by a `ContextAttention`.
 
-    It uses the replaced module's `kernel`, or `auto` if the module has no such attribute.
+    The new module uses the replaced module's `kernel`, or `auto` if that has no such attribute.
     """
     container, _, name = path.rpartition(".")
     for block in model.get_submodule(BLOCKS).children():
@@ -90,11 +90,10 @@ def spread_attention(model: nn.Module, path: str, *, method: str, group: Process
 
 
 def check_attention(model: nn.Module, account: ModelAccount, *, seq_len: int, context: int) -> None:
-    """Check that a model's attention computes the same as `ContextAttention`; runs attention of another class on an
-    example.
+    """Check that a model's attention computes the same as `ContextAttention`, by an example if it is another class.
 
     Raises:
-        ConfigError: it computes something else, or cannot be tried on a CPU.
+        ConfigError: the model's attention computes something else, or the example does not run on a CPU.
     """
     for number, block in model.get_submodule(BLOCKS).named_children():
         module = block.get_submodule(account.attention)
@@ -197,7 +196,7 @@ def attention_backward(
         add_gradients(block, gradients)
         exchange.give(gradients, into=(dk, dv))
         del block, gradients  # before memory for the next is allocated
-    # The last part needs only local keys: it hides the transfer of the last gradients.
+    # The last part needs only local keys: computing it hides the transfer of the last gradients.
     add_gradients(_local_head(k, v, chunks), first_halves((dk, dv)))
     exchange.collect(into=(dk, dv))
     return _swapped(dq.to(q.dtype)), _swapped(dk.to(k.dtype)), _swapped(dv.to(v.dtype))
@@ -244,7 +243,7 @@ class KeysAndValues(NamedTuple):
     chunks: tuple[int, ...]
 
 
-# An index of some sequences of the batch, and of places in them.
+# An index of some sequences of the batch, and of tokens in them.
 Part = tuple[slice, slice | Tensor]
 
 
@@ -256,17 +255,16 @@ class Chunks:
     So the work between two chunks is a full rectangle without a mask, or nothing. Within a chunk, each document is
     causal attention by itself.
 
-    Keys, values and gradients are transferred as without documents: no rank waits for a message that another does not
-    send.
+    Documents do not change what ranks send: otherwise a rank could wait for a message that another does not send.
 
     Attributes:
-        numbers: of the chunks in the sequence.
-        inner: [2·batch, seq / 2] the starts within each chunk, 0 for a document that began before it; None: without
-            documents.
+        numbers: the chunks' numbers in the sequence.
+        inner: [2·batch, seq / 2]: for each token, where in the chunk its document begins; 0 if it began before the
+            chunk. None: each sequence is one document.
     """
 
     def __init__(self, starts: Tensor | None, group: ProcessGroup) -> None:
-        """`starts`: [batch, seq] int64, on the CPU: the place in the whole sequence of the first token of each local
+        """`starts`: [batch, seq] int64, on the CPU: the position in the whole sequence of the first token of each local
         token's document; None: each sequence is one document.
         """
         self.numbers = owned(group.rank(), group.size())
@@ -278,10 +276,10 @@ class Chunks:
             self.inner = (halves(starts) - begins).clamp(min=0)
 
     def rectangles(self, block: KeysAndValues, q: Tensor) -> Iterable[tuple[Part, Part]]:
-        """The local rows, and the keys of a block, of which each row attends to each key."""
+        """Pairs of indices: some local rows, and the keys of `block` to which every one of these rows attends."""
         size, every = q.shape[1] // 2, slice(None)
         if self._starts is None:
-            # Chunks that come after the local head.
+            # Only the local tail attends to chunks that come after the local head.
             first = size if block.chunks[-1] >= self.numbers[0] else 0
             yield (every, slice(first, None)), (every, every)
             return
@@ -335,7 +333,7 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 # Both exchanges take this rank's contiguous keys and values, and the ranks of the context axis in order. The
-# constructor starts the first transfer, so that local work hides it. `blocks` gives the keys and values of other ranks
+# constructor starts the first transfer, so that local work hides it. `blocks` yields the keys and values of other ranks
 # that local rows need, once each, while the next block is in transfer. `give` sends the gradients of the latest block
 # to the rank that owns it; gradients that have arrived for this rank's keys may be added to `into`. `collect` waits for
 # the remaining gradients.
@@ -344,13 +342,13 @@ def _swapped(x: Tensor) -> Tensor:
 class Ring:
     """Ring attention (arXiv 2310.01889): ranks pass on blocks of keys and values while they use the current block.
 
-    Blocks move *down*, from rank r to r−1: a rank's keys first reach the ranks before it, which need all of them, and
-    after rank 0 the ranks after it, which need only the head. So rank 0 drops the tail, and only keys that are used are
-    sent: three quarters of the n·(n−1) blocks of a full ring. (Upwards, tails would pass through ranks that do not need
-    them.)
+    Blocks move *down*, from rank r to r−1: a rank's keys first reach the ranks before it, which need all of them. After
+    rank 0 they reach the ranks after it, which need only the head. So rank 0 drops the tail, and only keys that are
+    used are sent: three quarters of the n·(n−1) blocks of a full ring. (Upwards, tails would pass through ranks that do
+    not need them.)
 
-    Gradients are sent directly to the owner of the keys, in the kernel's dtype, and added there in float32. The number
-    of messages is that of a ring, but a ring would have to send running sums in float32, and each rank would wait for
+    Gradients are sent directly to the owner of the keys, in the kernel's dtype, and added there in float32.
+    Passing them on in a ring would take as many messages, but of running sums in float32, and each rank would wait for
     its neighbour's sum.
     """
 
@@ -371,8 +369,8 @@ class Ring:
 
     def give(self, gradients: Pair, into: Pair) -> None:
         self.collect(into)
-        # The block's owner is `step` ranks above; the gradients of this rank's keys come from the rank `step` below. A
-        # rank before this one has used all keys, a rank after it only the head.
+        # The block's owner is `step` ranks above; the gradients of this rank's keys come from the rank `step` below. If
+        # that rank comes before this one, it has used all of these keys, else only those of the head.
         owner, sender = ((self._rank + step) % self._ranks for step in (self._step, -self._step))
         expected = self._empty(whole=sender < self._rank)
         self._gradients = transfer(gradients, owner, expected, sender, self._group)
@@ -384,7 +382,7 @@ class Ring:
             self._gradients = None
 
     def _pass_on(self, block: Pair, *, step: int) -> Callable[[], Pair] | None:
-        """Send a block down, and receive the block of the rank `step` ranks above; None after the last."""
+        """Send a block down; return a function that waits for the block of the rank `step` above; None at the end."""
         if step >= self._ranks:
             return None
         if self._rank == 0:
@@ -401,12 +399,12 @@ class Ring:
 
 
 def transfer(sent: Pair, to: int, expected: Pair, source: int, group: ProcessGroup) -> Callable[[], Pair]:
-    """Start to send one pair to a rank of the group, and to receive one pair from a rank; with NCCL one launch.
+    """Start to send one pair to a rank of the group, and to receive one pair from a rank; NCCL launches once.
 
     A pair is two messages: copying keys and values into one buffer costs more than a second message.
 
     Returns:
-        a function that waits for both, and returns the received pair.
+        a function that waits for both transfers, and returns the received pair.
     """
     going = tuple(x.contiguous() for x in sent)
     works = batch_isend_irecv(
@@ -430,11 +428,10 @@ def first_halves(pair: Pair) -> Pair:
 
 
 class GatherKv:
-    """All-gather KV: ranks gather all keys and values while they compute the local part; the keys of other ranks
-    follow.
+    """All-gather KV: ranks gather all keys and values while they compute with the local ones, then use the others.
 
-    Compared with a ring, it has fewer and larger products, but needs memory for all keys and values while one attention
-    runs; the backward pass gathers them again. This is the method of Llama 3 (arXiv 2407.21783, section 3.3.2). Every
+    This has fewer and larger products than a ring, but needs memory for all keys and values while one attention runs;
+    the backward pass gathers them again. This is the method of Llama 3 (arXiv 2407.21783, section 3.3.2). Every
     rank receives every tail, also tails that come after all of its queries. Gradients return to their owners by an
     all-to-all in the kernel's dtype, without parts that are zero, and are added in float32.
     """
@@ -486,7 +483,7 @@ class GatherKv:
                 gradient[:, : part.shape[1]] += part
 
     def _sizes(self, *, whole: range) -> list[int]:
-        """Elements of the gradients exchanged with each rank: of all keys for ranks in `whole`, else of the heads."""
+        """By rank, the gradient elements that are exchanged with it: of all keys if in `whole`, else of half."""
         sizes = [self._block_size if rank in whole else self._block_size // 2 for rank in range(self._ranks)]
         sizes[self._rank] = 0
         return sizes

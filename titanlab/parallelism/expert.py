@@ -1,8 +1,8 @@
 """Expert parallelism: each rank of a group has some of every block's experts, and tokens are sent to these experts and
 back.
 
-The ranks are neighbours on the axes shard, context and tensor, so the axis adds no ranks: it is another view of the
-same ranks (`Mesh.experts`, docs/decisions/0037). No row is dropped (GShard, arXiv 2006.16668).
+The ranks are neighbours on the axes shard, context and tensor, so the expert axis adds no ranks: it is another view of
+the same ranks (`Mesh.experts`, docs/decisions/0037). Unlike in GShard (arXiv 2006.16668), no token is dropped.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ exchange.register_autograd(_differentiate, setup_context=_keep)
 
 def _by_rank(counts: Tensor, total: int, ranks: int) -> list[int]:
     if isinstance(counts, FakeTensor):
-        # A trace of communication runs the body of operators on tensors without data: then parts are equal.
+        # A trace of communication runs operators on tensors without data, so counts are unknown: assume equal parts.
         return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
     by_rank: list[int] = counts.view(ranks, -1).sum(1).tolist()
     return by_rank
@@ -73,7 +73,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     """Divide the experts of a model on the meta device among the ranks of a 1-D mesh, in place.
 
     Returns:
-        by block, the module with the parameters of its experts.
+        for each block with experts, the module that has the experts' parameters.
 
     Raises:
         ConfigError: a technique has changed a layer of the experts.
@@ -92,9 +92,9 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
 
 
 class Way(NamedTuple):
-    """The routes of rows, for their way back.
+    """How `spread` sent and sorted rows; `gather` needs this to send the results back.
 
-    order, inverse: [received] the order of received rows by expert, and its inverse
+    order, inverse: [received] the order that sorts received rows by expert, and its inverse
     sent, received: [experts] int64 on the host: rows sent to each expert; rows received for this rank's experts, by
         rank
     rows: number of rows that were sent
@@ -139,7 +139,7 @@ class TokenExchange:
             total = rows.shape[0]
             order = torch.arange(total, device=rows.device)
         else:
-            # In compiled code an unbacked symbol: another count must not recompile the graph.
+            # In compiled code `total` is an unbacked symbol: another count must not recompile the graph.
             total = int(received.sum().item())
             torch._check(total >= 0)
             experts = torch.arange(self._own, device=rows.device).repeat(self._ranks)

@@ -1,4 +1,4 @@
-"""Cross-entropy of whole logits, of logits that are split over the vocabulary, or of a head in chunks of tokens."""
+"""Cross-entropy of whole logits, of logits split over the vocabulary, or computed with the head in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-# (runs the model and returns its output, labels [batch, seq]) → the loss, a float32 scalar
+# (function that runs the model and returns its output, labels [batch, seq]) → the loss, a float32 scalar
 Loss = Callable[[Callable[[], Tensor], Tensor], Tensor]
 
 
 def of_logits(function: Callable[[Tensor, Tensor], Tensor]) -> Loss:
-    """The loss of a model that returns logits, by a function of (logits, labels)."""
+    """The `Loss` of a model that returns logits; `function`: (logits, labels) → the loss."""
     # No variable refers to the logits: they are freed as soon as the loss is known.
     return lambda compute, labels: function(compute(), labels)
 
@@ -42,7 +42,7 @@ class Columns(NamedTuple):
     """The columns of the vocabulary that a rank has.
 
     Attributes:
-        group: the ranks that have the other columns; None: this rank has all.
+        group: the ranks that have the other columns; None: this rank has all columns.
     """
 
     first: int = 0
@@ -61,7 +61,7 @@ class SplitLoss:
     (Megatron-LM, arXiv 1909.08053, section 3, sends three).
 
     Args:
-        compiled: compiles a function of tensors that does not communicate; None: nothing is compiled.
+        compiled: compiles a function without communication; None: nothing is compiled.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class SplitLoss:
 
 
 def _of_all_ranks(statistics: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """By token, the log-sum-exp of the whole vocabulary and the label's logit, from those of each rank's columns."""
+    """For each token, the log-sum-exp of the whole vocabulary and the label's logit, from all ranks' `_statistics`."""
     gathered = gather_first(statistics, group).unflatten(0, (-1, 2))
     return gathered[:, 0].logsumexp(dim=0), gathered[:, 1].sum(dim=0)
 
@@ -106,7 +106,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
 class ChunkedLoss:
     """The cross-entropy of a model, summed over valid labels, computed by its head in chunks of tokens.
 
-    The logits of a microbatch never exist whole. The forward pass computes the gradients too, chunk by chunk, so that a
+    Only one chunk's logits exist at a time. The forward pass computes the gradients too, chunk by chunk, so that a
     chunk's logits are computed once and freed; the backward pass only hands the gradients on (docs/decisions/0039).
 
     This replaces the `forward` of the head. While the loss is being computed, the head returns the loss; at other times
@@ -127,14 +127,14 @@ class ChunkedLoss:
         """Replace the head's `forward`.
 
         Args:
-            head: a linear layer [dim → vocabulary], or a module without a parameter that gets the table as a second
-                argument.
-            tokens: of a chunk.
+            head: a linear layer [dim → vocabulary], or a module without a parameter that gets the embedding's table as
+                a second argument.
+            tokens: number of tokens in a chunk.
             scale: the caller runs the backward pass of scale · loss; a tensor may change between steps.
             columns: the columns of this rank's part of the head's weight, which may be a DTensor.
             gathered: the head's input → all tokens of the microbatch, [tokens, dim]; None: the input [batch, seq, dim]
                 already has all tokens.
-            compiled: compiles a function of tensors that does not communicate; None: nothing is compiled.
+            compiled: compiles a function without communication; None: nothing is compiled.
             writes_gradient: the forward pass adds the gradient of the weight to `weight.grad` itself, instead of the
                 backward pass. A pipeline needs this: a schedule may run many forward passes before the first backward
                 pass, and each would keep a tensor of the weight's size.
@@ -188,7 +188,7 @@ class ChunkedLoss:
             log_sum, logit = statistics if group is None else _of_all_ranks(statistics, group)
             valid = chunk_labels != IGNORE
             total += (log_sum - logit).where(valid, 0.0).sum()
-            # No variable keeps a tensor of this size until the next chunk.
+            # Free every tensor of the size of the logits before the next chunk.
             if gradients is None or factor is None:
                 del logits
                 continue
@@ -215,7 +215,7 @@ class _Gradients:
     Attributes:
         tokens: [tokens, dim].
         weight: this rank's part [columns, dim]; None before the first chunk, or if no gradient is needed.
-        bias: [columns], likewise.
+        bias: [columns]; None as for `weight`.
     """
 
     tokens: Tensor
@@ -227,7 +227,7 @@ def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     """By token, the log-sum-exp of this rank's columns, and the label's logit if it has that column, else 0: [2, n]."""
     values = logits.float()
     mine, column = _column_of_label(labels, first, logits.shape[1])
-    # One kernel; torch.logsumexp would be four.
+    # This takes one kernel; torch.logsumexp would take four.
     own_sum = values[:, 0] - torch.log_softmax(values, dim=-1)[:, 0]
     return torch.stack([own_sum, values.gather(1, column).squeeze(1).where(mine, 0.0)])
 
@@ -256,7 +256,7 @@ def _slope_in_parts(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int,
     for part, *numbers in zip(*(tensor.split(size) for tensor in (logits, log_sum, labels, factor)), strict=True):
         part_sum, part_labels, part_factor = numbers
         mine, column = _column_of_label(part_labels, first, part.shape[1])
-        # In float32 this is the part itself.
+        # If the logits are float32, `values` is `part` itself.
         values = part.float()
         values.sub_(part_sum.unsqueeze(1)).exp_()
         values.scatter_add_(1, column, -mine.to(values.dtype).unsqueeze(1))
@@ -291,7 +291,7 @@ class _HeadAndLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         of_tokens, of_weight, of_bias = ctx.gradients
-        # Freed here, because the graph may live until the end of the step.
+        # Free the gradients here, because the graph may live until the end of the step.
         del ctx.gradients
         # The factor is 1, because the caller runs the backward of scale · loss.
         factor = grad_outputs[0] / ctx.scale

@@ -19,7 +19,7 @@ from titanlab.techniques.model.attention import Packed
 from titanlab.techniques.profiler.contract import Phase, nothing
 from titanlab.techniques.schedule.action import Action, Kind
 
-# By name: torch 2.15 has a separate action that waits for a send; earlier versions lack it.
+# Names instead of enum members, because only torch 2.15 has WAIT_SEND_F, a separate action that waits for a send.
 _ACTIONS_OF_FORWARDS = ("FORWARD", "SEND_F", "RECV_F", "WAIT_SEND_F")
 _FSDP_ACTIONS = (_ComputationType.UNSHARD, _ComputationType.RESHARD)
 
@@ -97,7 +97,7 @@ class Pipeline:
         Args:
             tokens, labels: [microbatches · microbatch, seq] int64, the same on all ranks of the pipeline.
             positions: [seq] int64.
-            documents: of the same sequences; stages take them after their first argument instead of `positions`.
+            documents: the documents in these sequences; stages get them as arguments instead of `positions`.
 
         Returns:
             The sum of the losses, float32; zero on ranks that do not have the last stage.
@@ -140,7 +140,7 @@ class Pipeline:
         )
 
     def _runtime(self, actions: Sequence[Sequence[Action]]) -> _PipelineScheduleRuntime:
-        # Without a loss function: the last stage calls it and frees the logits earlier than the runtime would.
+        # The runtime gets no loss function: the last stage computes the loss, and frees the logits earlier.
         runtime = _PipelineScheduleRuntime(
             self._stages, n_microbatches=self._microbatches, loss_fn=None, scale_grads=False
         )

@@ -56,8 +56,8 @@ class ScheduledStage(PipelineStage):
             scale: gradients are those of scale · loss.
             split_backward: some backwards compute the gradients of inputs first and those of weights later.
             reduces_each: FSDP reduces the gradients of blocks, the children of `module.layers`, in each backward. Other
-                gradients are reduced at the end of the step: a forward may write the gradient of the head, and every
-                reduction of a unit must have the gradients of the same parameters.
+                gradients are reduced at the end of the step: a forward may write the gradient of the head, but all
+                reductions of one FSDP unit must cover the same parameters.
         """
         super().__init__(module, number, len(placement), device, group=group)
         if not isinstance(module, FSDPModule) and any(isinstance(part, FSDPModule) for part in module.modules()):
@@ -81,7 +81,7 @@ class ScheduledStage(PipelineStage):
         self.received: Counter[int] = Counter()
 
     def begin_step(self) -> None:
-        """Let `perform_reduce_grad` reduce gradients and free parameters at the end of the step, not each backward.
+        """Let `perform_reduce_grad` reduce gradients and free parameters at the end of the step, not in each backward.
 
         Blocks reduce in each backward if `reduces_each`.
         """
@@ -96,7 +96,7 @@ class ScheduledStage(PipelineStage):
                 finalize_by_hand(True)
 
     def _reduce_blocks(self, *, all_reduce: bool) -> None:
-        """Let blocks reduce in the next backward; all_reduce: over replicas too, which only the last backward needs."""
+        """Let blocks reduce in the next backward; `all_reduce`: over replicas too, needed in the last backward only."""
         for unit in self._reduced_each:
             unit.set_requires_gradient_sync(True, recurse=False)
             unit.set_requires_all_reduce(all_reduce, recurse=False)
@@ -123,7 +123,8 @@ class ScheduledStage(PipelineStage):
                 held.clear()
 
     # The runtime calls the following methods; names and arguments are torch's. Sends and receives are started at once,
-    # so that the runtime gets no operations to run. Neighbouring stages may be on this rank.
+    # so the runtime gets empty lists of operations. If a neighbouring stage is on this rank, the runtime calls the
+    # methods with `local` in their names instead.
 
     def forward_one_chunk(
         self,
@@ -143,7 +144,7 @@ class ScheduledStage(PipelineStage):
         if self.is_last:
             with self._phase("forward"):
                 output = self._loss(lambda: self.submod(stage_input, *places), labels)
-            # A chunked loss has written the gradient of the head's weight.
+            # A chunked loss has written the gradient of the head's weight, outside a backward.
             if torch.is_grad_enabled():
                 _sum_in_reduce_dtype(self.submod)
             loss = output.detach()
@@ -152,7 +153,7 @@ class ScheduledStage(PipelineStage):
         else:
             with self._phase("forward"):
                 output = self.submod(stage_input, *places)
-            # The runtime hands it to a stage on this rank.
+            # If the next stage is on this rank, the runtime hands over the output itself.
             if self._placement[self.stage_index + 1] != self._placement[self.stage_index]:
                 self._computed[fwd_chunk_id, self.stage_index + 1] = self._checked(output, "hidden state")
         if output.requires_grad:

@@ -1,11 +1,11 @@
-"""Products of linear layers, of one or several with the same input, and their deferred gradients of weights.
+"""Matrix products of linear layers, several layers with the same input as one, and deferred gradients of weights.
 
-Layers with the same input keep their parameters (docs/decisions/0040). Deferred gradients are the W of zero-bubble
+Layers that share a product keep their own parameters (docs/decisions/0040). Deferred gradients are the W of zero-bubble
 schedules (arXiv 2401.10241; docs/decisions/0011). Only linear layers, which do nearly all of the work, defer their
-product; everything else is computed at once. Compiled code must not have side effects, so in compiled blocks a block
-gets two more input tensors (taps) for each of its linear layers, with the shapes of the layer's output and input. The
-layer's backward returns the two factors of its weight's gradient as the gradients of the taps; the weight itself gets
-no gradient there.
+product; everything else is computed at once. Compiled code must not have side effects. So a compiled block gets two
+more input tensors (taps) for each of its linear layers, with the shapes of the layer's output and input. The layer's
+backward returns the two factors of its weight's gradient as the gradients of the taps; the weight itself gets no
+gradient there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-# Private, the same in torch 2.11 to 2.13.
+# A private module, which is the same in torch 2.11 to 2.13.
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlab.costs import Joined
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # By layer, its output and input as meta tensors [rows, n]; None for a layer that was called more than once.
 _Shapes = dict[nn.Module, tuple[Tensor, Tensor] | None]
-# Attributes of a layer: what defers the gradient of its weight, and in compiled code its two taps.
+# Names of a layer's attributes: the `DeferredWeights` of its stage, and in compiled code the layer's two taps.
 _DEFERRED, _TAPS = "deferred_weights", "weight_taps"
 
 
@@ -48,11 +48,11 @@ def linear(layer: nn.Module, inputs: Tensor, bias: Tensor | None = None) -> Tens
 def products(
     layers: Sequence[nn.Module], inputs: Tensor, copied: tuple[bool, ...], bias: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """The outputs of layers for inputs [..., in], by one product; the gradients of their weights may be deferred.
+    """The outputs of layers for inputs [..., in], as one matrix product; the gradients of weights may be deferred.
 
     Args:
         copied: for each layer, whether its output gets its own memory; the others are parts of one tensor.
-        bias: of a single layer.
+        bias: only for a single layer.
     """
     product = product_of(layers[0])
     weights = [cast(Tensor, layer.weight) for layer in layers]
@@ -76,15 +76,15 @@ def products(
     elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights)):
         outputs = _Products.apply(inputs, product, copied, bias, deferred, *weights)  # type: ignore[no-untyped-call]
     else:
-        # Without a gradient, torch 2.13's dynamo calls `forward` without `ctx` if the number of arguments is that of
-        # its parameters, where `*weights` counts as one.
+        # No `_Products` without gradients: torch 2.13's dynamo would call its `forward` without `ctx` if there are as
+        # many arguments as parameters, with `*weights` counted as one parameter.
         outputs = _outputs(inputs, product, copied, bias, weights)
     if taps:
         pairs = zip(outputs, taps, strict=True)
         return tuple(_Tap.apply(output, inputs, *pair) for output, pair in pairs)  # type: ignore[no-untyped-call]
     if probe is not None:
         for layer, output in zip(layers, outputs, strict=True):
-            # A layer that is called more than once has no shape: the factors of its calls could not be distinguished.
+            # A layer that is called more than once gets None: the factors of its calls could not be distinguished.
             probe[layer] = None if layer in probe else (rows(output).to("meta"), rows(inputs).to("meta"))
     return outputs
 
@@ -116,7 +116,7 @@ class _Products(torch.autograd.Function):
         if deferred is None:
             ctx.save_for_backward(inputs, *weights)
         else:
-            # The parameters themselves, because their `grad` is written; saved tensors may be copies.
+            # Keep the parameters themselves, because their `grad` is written; saved tensors may be copies.
             ctx.weights = weights
             ctx.save_for_backward(inputs)
         return _outputs(inputs, product, copied, bias, weights)
@@ -150,7 +150,7 @@ class _Products(torch.autograd.Function):
 
 
 def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParallel | None) -> None:
-    """Compute layers of a model or stage as one product, in place.
+    """Let layers of a model or stage with the same input be computed as one matrix product, in place.
 
     Args:
         cut: how tensor parallelism has cut the layers; None: the layers are not cut.
@@ -172,7 +172,7 @@ def join_products(model: nn.Module, joined: Iterable[Joined], cut: TensorParalle
                     rule = f"multiplies {', '.join(layers)} of {owner} as one product, which they do not share"
                     raise ConfigError(**setting, rule=rule)
                 for name, layer in layers.items():
-                    # No code adds a bias to each part.
+                    # A joined product adds no biases.
                     assert getattr(layer, "bias", None) is None, f"{owner}.{name}"
                     setattr(layer, JOINED, path)
                 copied = tuple(name in product.copied for name in product.layers)
@@ -204,8 +204,8 @@ class DeferredWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        """Defer products of all linear layers whose two gradients can be computed separately, and of callers of
-        `products`.
+        """Defer the products of all linear layers whose two gradients can be computed separately, and of all layers
+        whose forward calls `products`.
 
         Other layers compute the gradient of their weight together with that of their input.
         """
@@ -225,7 +225,7 @@ class DeferredWeights:
 
     @contextlib.contextmanager
     def collect(self, microbatch: int) -> Iterator[None]:
-        """A backward inside the block defers the products for the gradients of weights."""
+        """Inside this context, a backward defers the products for the gradients of weights."""
         self._collecting = self._by_microbatch[microbatch] = []
         try:
             yield
@@ -254,7 +254,7 @@ class DeferredWeights:
 
 
 def add_product(product: Product, total: Tensor | None, gradient: Tensor, inputs: Tensor) -> Tensor:
-    """Add the product for the gradient of a weight to `total`, a plain tensor, in place; None: a new tensor."""
+    """The sum of `total` (a plain tensor, changed in place, or None) and the product for the gradient of a weight."""
     if total is None:
         return product.of_weight(gradient, inputs)
     if product is PLAIN and total.dtype == inputs.dtype:
@@ -303,7 +303,7 @@ class TappedForward:
                 delattr(layer, _TAPS)
 
     def _probed(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> _Shapes:
-        """Record shapes in one forward in eager mode; a collective call."""
+        """The layers' shapes, recorded in one forward in eager mode; all ranks have to call this."""
         probe: _Shapes = {}
         self._deferred.probe = probe
         devices = {layer.weight.device for layer in self._layers} - {torch.device("cpu")}
@@ -332,8 +332,8 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (inputs,) = ctx.saved_tensors
-        # As rows, like the operands of the backward's products: otherwise inductor would not fuse the products with
-        # gathers.
+        # Shaped as rows, like the operands of the backward's products: otherwise inductor would not fuse the products
+        # with gathers.
         return gradients[0], None, rows(gradients[0]), rows(inputs)
 
 
@@ -348,7 +348,7 @@ class _Taps(torch.autograd.Function):
         shapes: Sequence[tuple[Tensor, Tensor]],
         *weights: nn.Parameter,
     ) -> tuple[Tensor, ...]:
-        # The parameters themselves, because their `grad` is written; saved tensors may be copies.
+        # Keep the parameters themselves, because their `grad` is written; saved tensors may be copies.
         ctx.deferred, ctx.products, ctx.weights = deferred, layer_products, weights
         return tuple(
             # Expanded from one number, so that a tap needs no memory.

@@ -63,7 +63,7 @@ class Parallelism:
     prefetch: int = field(default=0, metadata={"before": 0, "least": 0, **NOT_PRICED})
     cpu_offload: bool = field(default=False, metadata=NOT_PRICED)
     symmetric_memory: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
-    # Older runs computed the same as `auto`, up to the rounding of sums. An older run that resumes goes on as it began.
+    # Older runs computed the same as `auto`, up to the rounding of sums. An older run that resumes keeps `last`.
     reduce_gradients: str = field(
         default="auto", metadata={"choices": ("auto", "each", "last"), "before": "auto", "begun": "last"}
     )

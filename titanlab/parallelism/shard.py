@@ -25,7 +25,7 @@ from titanlab.techniques.precision.cast import dtype_named
 from titanlab.techniques.precision.contract import Formats
 
 _SYMMETRIC = "parallelism.symmetric_memory"
-# On CPU, squares of a tensor with more elements are first added row by row.
+# On CPU, squares of a tensor with more elements than this are first added row by row.
 _ADDED_AT_ONCE = 1 << 14
 
 
@@ -35,8 +35,8 @@ class Sharded:
 
     Attributes:
         forward: the function to call: the model, or DDP's wrapper.
-        microbatch: context of one microbatch's forward and backward; `last=`: whether it is the last microbatch of the
-            step.
+        microbatch: context manager of one microbatch's forward and backward; `last=`: whether the microbatch is the
+            last one of the step.
         release: frees parameters gathered by a forward without a backward.
         divides_by: the number by which the reduction divides the sum of all ranks' gradients.
     """
@@ -49,7 +49,7 @@ class Sharded:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertModules:
-    """Modules with the parameters of experts, which have their own view of the ranks.
+    """The modules that have the experts' parameters, and the mesh over which FSDP2 shards these.
 
     Attributes:
         modules: one in each block.
@@ -75,19 +75,19 @@ def fully_shard_model(
     symmetric_memory: bool = False,
     reduces_each: bool = False,
 ) -> Sharded:
-    """Apply FSDP2: each block is a unit, and the rest of the model another; a 2-D mesh makes it HSDP.
+    """Apply FSDP2: each block is a unit, and the rest of the model is another unit; a 2-D mesh makes it HSDP.
 
     Args:
         mesh: `[shard]` or `[replicate, shard]`.
         freed: number of first blocks that free their gathered parameters until the backward; the other blocks and the
             rest of the model, which the backward needs first, keep them.
         prefetch: number of blocks that are gathered ahead of the block that computes; 0: FSDP2's own order.
-        whole: units that compute and reduce in float32 while others do not; the model itself stands for the rest of the
+        whole: units that compute and reduce in float32 while others do not; `model` in this list means the rest of the
             model.
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
         experts: modules inside blocks that are separate units over another mesh; None: there are none.
         reduces_each: gradients are reduced after each microbatch, and their shards are summed; otherwise whole
-            gradients are summed, and reduced after the last microbatch. Replicas reduce after the last either way.
+            gradients are summed, and reduced after the last microbatch. Replicas always reduce after the last.
     """
     # Imported here: the import takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -126,7 +126,7 @@ def fully_shard_model(
             _gather_with(block, unit)
     for unit in (*blocks, *apart, model):
         shard(unit, like=unit, over=mesh)
-    # `Any`, because torch makes them `FSDPModule` in place.
+    # `Any`, because torch turns these modules into `FSDPModule` in place.
     root: Any = model
     units: list[Any] = [*itertools.chain(*inner.values()), *blocks, *apart, model]
     # Gather the units of the next block with experts while a block computes. By default FSDP2 gathers only one unit
@@ -168,7 +168,7 @@ def fully_shard_model(
 
 
 def symmetric_memory_setter() -> Callable[[Any], None]:
-    """The call of FSDP2 that lets a unit use symmetric memory; ConfigError: the installed torch does not have it."""
+    """The method of FSDP2 that lets a unit use symmetric memory; ConfigError if the installed torch lacks it."""
     from torch.distributed.fsdp import FSDPModule
 
     setter: Callable[[Any], None] | None = getattr(FSDPModule, "set_symm_mem_for_comm", None)
@@ -186,19 +186,19 @@ def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGrou
         rule = f"is memory of NCCL, and a group of FSDP2 uses {', '.join(sorted(others))}"
         raise ConfigError(_SYMMETRIC, True, rule, "try false")
     for unit in units:
-        # Before the other call: NCCL's reduce-scatter in symmetric memory only sums, so FSDP2 divides afterwards.
+        # Must come before `setter`: NCCL's reduce-scatter in symmetric memory only sums, so FSDP2 divides afterwards.
         unit.set_force_sum_reduction_for_comms(True)
         setter(unit)
 
 
 def _gather_with(block: nn.Module, unit: nn.Module) -> None:
-    """Let a unit of FSDP2 inside a block gather at the block's beginning and free at its end, not within its forward.
+    """Let a unit of FSDP2 inside a block gather before the block's forward and free after it, not within it.
 
     A compiler traces the block's forward as one graph, and checkpointing recomputes it as one function; neither may
     contain FSDP2's collectives. Call this before the block itself becomes a unit.
     """
     state: Any = unit._get_fsdp_state()  # type: ignore[operator]
-    # Private in torch 2.11 to 2.13. No public function gives modules of two meshes the same place in the forward.
+    # Private in torch 2.11 to 2.13. No public function lets modules of two meshes gather at the same time.
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     state._pre_forward_hook_handle = block.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
@@ -225,7 +225,7 @@ def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
 
 
 class _ReduceScatter:
-    """The reduce-scatter of gradients for FSDP2 on CPU, where gloo's own reduces everything on every rank."""
+    """The reduce-scatter of gradients for FSDP2 on CPU: gloo's own reduce-scatter reduces everything on every rank."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -245,7 +245,7 @@ class _ReduceScatter:
 
 
 def _sharded_dim(parameter: nn.Parameter, *, parts: int) -> Shard | None:
-    """The dim to shard; None is the first."""
+    """The dim to shard; None means the first."""
     cut, tensor = None, 1
     if isinstance(parameter, DTensor):
         cut = next((placement.dim for placement in parameter.placements if isinstance(placement, Shard)), None)
@@ -274,13 +274,13 @@ def replicate_model(model: nn.Module, mesh: DeviceMesh, *, reduces_each: bool = 
     """Apply DDP over a 1-D mesh; the model keeps its parameter names, so that checkpoints are the same without DDP.
 
     Args:
-        reduces_each: as for FSDP2; DDP sums whole gradients either way, so this only sends more.
+        reduces_each: as in `fully_shard_model`; DDP keeps whole gradients either way, so this only sends more.
     """
     from torch.nn.parallel import DistributedDataParallel
 
     wrapper = DistributedDataParallel(_DryRun(model), process_group=mesh.get_group(), gradient_as_bucket_view=True)
-    # Buffers are the same on all ranks. An attribute, because torch 2.13 deprecates the argument, and 2.11 has nothing
-    # else.
+    # Do not broadcast buffers: they are the same on all ranks. Set the attribute, because torch 2.13 deprecates the
+    # argument, and 2.11 lacks its replacement.
     wrapper.broadcast_buffers = False
     # DDP learns an order in the first backward and rebuilds its buckets in the next forward. An element's place in its
     # bucket decides the order in which three or more ranks are summed. Without these two empty steps the first step
@@ -353,8 +353,8 @@ def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     # The norm of 16-bit gradients is computed in 32 bits.
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].device.type == "cpu":
-        # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be wrong by 0.5 %, and by
-        # another share in another layout. So large tensors are first reduced row by row.
+        # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be wrong by 0.5 %, and in
+        # another layout by another share. So large tensors are first reduced row by row.
         gradients = [
             g if g.numel() <= _ADDED_AT_ONCE else torch.linalg.vector_norm(g, dim=-1, dtype=dtype) for g in gradients
         ]

@@ -69,7 +69,7 @@ class TensorParallel:
         return rows
 
     def stream(self, summand: Tensor) -> Tensor:
-        """The sum over ranks of [batch, seq, dim], in the form of the residual stream."""
+        """The sum of `summand` [batch, seq, dim] over ranks, whole or cut like the residual stream."""
         summing = _SumScatter if self.sequence_parallel else _Sum
         stream: Tensor = summing.apply(summand, *self._group)  # type: ignore[no-untyped-call]
         return stream
@@ -98,7 +98,7 @@ def rowwise(layer: nn.Module, cut: TensorParallel) -> None:
 
 
 def gathered(module: nn.Module, cut: TensorParallel) -> None:
-    """Gather the first argument of a module that computes on whole sequences, once for all products inside.
+    """Gather the first argument of a module that computes on whole sequences, once for all layers inside.
 
     The argument becomes [batch·seq, dim]. Only `colwise` layers may read it, so that AsyncTP can fuse gather and
     products.
@@ -113,7 +113,7 @@ def gathered(module: nn.Module, cut: TensorParallel) -> None:
 def norm(module: nn.Module, cut: TensorParallel, style: str = "norm") -> None:
     """Replicate a module that treats each token alike; every rank applies it to its part of the stream.
 
-    The module's `forward` may use its parameters and plain attributes, as torch's norms do, but no methods or modules.
+    The module's `forward` may use its parameters and plain attributes, as torch's norms do; no methods or submodules.
     """
     _distribute(module, cut.mesh, style)
     module.forward = on_local_parts(module)
@@ -150,7 +150,7 @@ def router(module: nn.Module, cut: TensorParallel) -> None:
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
     """Cut an embedding by rows: each rank looks up the tokens whose rows it has."""
     assert isinstance(table, nn.Embedding), table
-    # Other features of torch's module than looking up rows are not implemented here.
+    # Only the look-up of rows is implemented here, not these two features of torch's module.
     assert table.max_norm is table.padding_idx is None, table
     first = cut.mesh.get_local_rank() * -(-table.num_embeddings // cut.mesh.size())
     _distribute(table, cut.mesh, "embedding")
@@ -176,7 +176,7 @@ def head(module: nn.Module, cut: TensorParallel) -> None:
             return logits
         shape = torch.Size((*logits.shape[:-1], weight.shape[0]))
         strides = (shape[1] * shape[2], shape[2], 1)
-        # Parts may be uneven, and DTensor can gather uneven parts.
+        # Gather with DTensor, because the parts may be uneven.
         parts = DTensor.from_local(logits, cut.mesh, [Shard(2)], run_check=False, shape=shape, stride=strides)
         whole: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
         return whole
@@ -219,9 +219,9 @@ def parallelise(
         plan: path of a module → name of its style; `*` matches one step of a path.
 
     Returns:
-        names of the whole parameters that act on shares of the tokens or on a rank's heads. After the backward each
-        rank has only a partial gradient of them; the caller must sum these gradients over ranks, in one reduction for
-        all.
+        names of the parameters that each rank has whole but applies only to its share of the tokens or heads. After
+        the backward each rank has only a partial gradient of them; the caller must sum these gradients over ranks, in
+        one reduction for all.
 
     Raises:
         ConfigError: a module computes something else than its style.
@@ -263,7 +263,7 @@ class _Namespace:
             setattr(self, name, value)
 
 
-# torch.compile traces functional collectives and fuses them with products for AsyncTP; in eager mode others are faster.
+# torch.compile traces functional collectives and fuses them with products for AsyncTP. Eager code uses faster ones.
 # Groups are passed by name, as `Any`, because only torch 2.13 has a type for names.
 
 
@@ -320,7 +320,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Forward: this rank's tokens [n, dim] → all tokens; backward: its part of the sum over ranks."""
+    """Forward: this rank's tokens [n, dim] → all tokens; backward: this rank's part of the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any, size: int) -> Tensor:

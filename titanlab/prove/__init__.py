@@ -1,4 +1,4 @@
-"""Do two recipes train the same, do recipes train at all, and does a step do what its parts declare?"""
+"""Checks that two recipes train the same, that recipes train at all, and that a step does what its parts declare."""
 
 import lazy_loader
 

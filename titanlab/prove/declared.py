@@ -30,20 +30,20 @@ from titanlab.techniques.optimizer.contract import Stored
 
 @dataclass(frozen=True, kw_only=True)
 class RankAccount:
-    """One rank's part of a step."""
+    """What one rank stores, keeps and sends in a step."""
 
     rank: int  # in the world
-    parameters: int  # number of the parameters of its pieces of the model, over all ranks that share them
-    # Bytes that the rank stores, with FSDP2's padding.
+    parameters: int  # number of parameters in the rank's pieces of the model, counted before sharding
+    # Bytes that the rank stores; those of parameters include FSDP2's padding.
     parameter_bytes: int
     optimizer_bytes: int
     saved: Mapping[int, int]  # by block, bytes that the rank keeps of a microbatch between forward and backward
-    traffic: Sequence[TrafficRow]  # of forward, backward and the totals of the step
-    update_traffic: Sequence[TrafficRow] = ()  # of the optimizer's step, for which nothing is declared
+    traffic: Sequence[TrafficRow]  # of forward, backward and the reduction of the step's totals
+    update_traffic: Sequence[TrafficRow] = ()  # of the optimizer's step: only traced, never declared
 
 
 def place_of(layout: Layout, rank: int) -> Coordinate:
-    """The place of a rank of the world."""
+    """The coordinate of a rank of the world on the axes of a layout."""
     numbers, rest, degrees = {}, rank, layout.degrees()
     for axis in reversed(AXES):
         rest, numbers[axis] = divmod(rest, degrees[axis])
@@ -54,7 +54,7 @@ def place_of(layout: Layout, rank: int) -> Coordinate:
 
 
 def declared(recipe: Recipe, rank: int) -> RankAccount:
-    """The account of a rank by the declarations of a resolved recipe's parts."""
+    """The account of a rank, as the parts of a resolved recipe (model, optimizer, …) declare it."""
     layout = recipe.layout
     model = account_for(recipe.account, layout)
     place = place_of(layout, rank)
@@ -82,7 +82,7 @@ def declared(recipe: Recipe, rank: int) -> RankAccount:
 def _stored(recipe: Recipe, model: ModelAccount, name: str, place: Coordinate, *, padded: bool) -> Stored:
     layout, formats = recipe.layout, recipe.precision.formats()
     cuts = cuts_of(model, name, layout)
-    # All parts of experts are equal.
+    # Parameters of experts, which are cut by other degrees, have equal parts: the first one stands for all.
     number, fsdp = (place.tensor, place.fsdp) if (cuts.tensor, cuts.fsdp) == (layout.tensor, layout.fsdp) else (0, 0)
     part = list(tensor_part(model, name, tensor=cuts.tensor, number=number))
     if layout.data_parallelism(mixed=formats.mixed) == "fsdp2":
@@ -107,7 +107,7 @@ def _saved_by_block(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]])
             share = replace(share_of(recipe), element_bytes=step.element_bytes(piece), accelerator="cpu")
             saved = recipe.ac.saved_bytes(block, share, number=number)
             if stage > 0 and place == 0 and saved == share.bytes_of(kept_activations(block)):
-                # A pipeline keeps the input of a stage, even if the block does not.
+                # A pipeline keeps the input of a stage, even if the stage's first block does not.
                 saved = share.bytes_of([*kept_activations(block), block_input(block)])
             by_block[number] = saved
     return by_block

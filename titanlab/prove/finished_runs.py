@@ -21,7 +21,7 @@ NOT_COMPARED = "gradients and parameters were not compared: runs do not log them
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """A run that has ended."""
+    """A finished run, and what it has logged."""
 
     run: RunFolder
     recipe: Recipe
@@ -44,7 +44,7 @@ class Logged:
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """The result for the second of two runs."""
+    """How the second of two runs differs from the first."""
 
     row: ProofRow
     compared: int  # steps at equal tokens

@@ -1,7 +1,7 @@
 """Trains reduced recipes on this host: this process imports torch once, and forks the ranks of each recipe.
 
-The import of torch and the trainer takes seconds, a fork takes milliseconds. Each rank is a new process, so state of an
-earlier recipe (compiled code, process groups, a patch of a failure) cannot affect the next.
+The import of torch and the trainer takes seconds, a fork takes milliseconds. Each rank is a new process, so what an
+earlier recipe has left in memory (compiled code, process groups) cannot affect the next recipe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Observe = Callable[[Recipe, RunFolder, Ranks], "Observer"]
 
-# Set before torch is imported. One thread: with more, sums are rounded in another order.
+# `prepare` sets these before it imports torch. One thread: with more, sums are rounded in another order.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -48,12 +48,12 @@ _FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *MEETING)
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """A run that has ended."""
+    """How a run of a reduced recipe has ended."""
 
     run: RunFolder
     attempt: int
     outcome: Outcome
-    seconds: float  # from the fork of its ranks to the end of the last
+    seconds: float  # from the fork of its ranks to the end of the last rank
 
 
 class RunFailed(TitanlabError):
@@ -73,7 +73,7 @@ def prepare() -> None:
     import_trainer()
     importlib.import_module("titanlab.parallelism.pipeline")
     gc.collect()
-    # Objects that the ranks share are never collected: a collection would write to their pages, and copy them.
+    # Exempt all objects from garbage collection: in a rank it would write to shared pages, and so copy them.
     gc.freeze()
 
 
@@ -81,7 +81,7 @@ def train_in_ranks(recipe: Recipe, observe: Observe | None = None) -> Ended:
     """Train a resolved recipe on this host, in its folder of runs; `prepare` must have been called.
 
     Args:
-        observe: makes the observer of a rank, in its process.
+        observe: makes the observer of a rank, in the rank's process.
     """
     data = recipe.data.implementation().fingerprint()
     identity = identify(recipe, data=data, hardware="cpu")

@@ -27,15 +27,15 @@ _TINY = 1e-30
 class TrainingTrace:
     """The record of one run's training."""
 
-    # By step.
+    # One number for each step.
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    # of the first step, as the optimizer got them; full tensors by parameter name.
+    # Those of the first step, as the optimizer got them: name of a parameter → full tensor.
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step; full tensors by name
-    # by name of each linear layer, the full names of its class and that class's bases.
+    # Name of a linear layer → full names of its class and of that class's bases.
     layers: dict[str, list[str]] = field(default_factory=dict)
-    # by step, tokens of each block's experts; empty if the model has none.
+    # For each step, the number of tokens of each expert in each block; empty if the model has no experts.
     loads: list[list[list[float]]] = field(default_factory=list)
 
     def save(self, path: Path) -> None:
@@ -70,11 +70,11 @@ class TraceDifference:
 
 
 class Tracer(Observer):
-    """Traces a run as one of its ranks.
+    """Observes a run on one of its ranks, and records the trace.
 
     Args:
-        layout: of the run; None: one process.
-        file: gets the trace at the end; None: it is not written.
+        layout: the layout of the run; None: one process.
+        file: where to write the trace at the end; None: do not write it.
     """
 
     def __init__(self, layout: Layout | None = None, file: Path | None = None) -> None:
@@ -92,7 +92,7 @@ class Tracer(Observer):
         if not self.trace.gradients:
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             self.trace.gradients = _everywhere(gradients, self._layout)
-            # The classes of the linear layers, with bases: FSDP2 derives its own class from a layer's class.
+            # Record the bases of layers' classes too, because FSDP2 derives its own class from a layer's class.
             self.trace.layers = {
                 name: [f"{base.__module__}.{base.__qualname__}" for base in type(layer).__mro__]
                 for name, layer in model.named_modules()
@@ -123,10 +123,10 @@ def compare(reference: TrainingTrace, candidate: TrainingTrace) -> TraceDifferen
 
 
 def farthest(reference: TrainingTrace, candidates: Sequence[TrainingTrace]) -> TraceDifference:
-    """The largest differences of several ranks' traces from a reference: a copy of one rank may be wrong.
+    """The largest differences of all ranks' traces from a reference: the copy of only one rank may be wrong.
 
     Raises:
-        ValueError: as of `compare`.
+        ValueError: as in `compare`.
     """
     differences = [compare(reference, candidate) for candidate in candidates]
     return TraceDifference(**{name: max(vars(each)[name] for each in differences) for name in vars(differences[0])})
@@ -155,12 +155,12 @@ def _farthest(
 
 
 def _found(difference: float) -> float:
-    """Infinity for NaN, so that `max` finds it."""
+    """The difference, or infinity for NaN, so that `max` finds it."""
     return math.inf if math.isnan(difference) else difference
 
 
 def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """The full tensors of all stages, on every rank; each rank uses its own copies for its own stages."""
+    """The full tensors of all stages, on every rank; a rank keeps its own copies of its own stages."""
     whole = {name: _whole(tensor) for name, tensor in tensors.items()}
     if layout.pipeline > 1:
         parts: list[dict[str, torch.Tensor]] = [whole] * layout.world
@@ -173,7 +173,7 @@ def _everywhere(tensors: Mapping[str, torch.Tensor], layout: Layout) -> dict[str
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    # Copied into a plain tensor: the tensor of a precision may be a subclass, whose clones are subclasses too.
+    # Copy into a plain tensor: a precision may use a tensor subclass, whose clones have that class too.
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     whole.copy_(tensor)
     return whole

@@ -47,7 +47,7 @@ class ProofRow:
 
 
 def plan_proofs(candidates: Sequence[Candidate], **given: Any) -> list[Reduced]:
-    """The reduced recipes to compare with one process; arguments as of `reduce_all`.
+    """The reduced recipes to compare with one process; `given`: the arguments of `reduce_all`.
 
     Raises:
         ConfigError: no recipe can be reduced.
@@ -67,7 +67,7 @@ class Prover:
         self._traces: dict[str, Sequence[TrainingTrace] | TitanlabError] = {}
 
     def rows(self, case: Reduced) -> Iterator[ProofRow]:
-        """The row in fp32, and another row if the recipe has another precision."""
+        """The result of the recipe in fp32, and that of the recipe's own precision if it is another one."""
         recipe = case.recipe
         if recipe is None:
             yield ProofRow(run=case.run, layout=case.layout, precision="", passed=False, reason=str(case.error))
@@ -121,7 +121,7 @@ class Prover:
 
 
 def named_numbers(difference: TraceDifference) -> Iterator[tuple[str, tuple[float, str]]]:
-    """Each number of a difference by its name, with the name of its tensor; empty for a number of the whole step."""
+    """Each number of a difference by name, with its tensor's name, which is empty for a number of the whole step."""
     for name, value in vars(difference).items():
         yield name, value if isinstance(value, tuple) else (value, "")
 
@@ -137,7 +137,7 @@ def exceeded(difference: TraceDifference, limits: Mapping[str, float]) -> str:
 
 
 def wrong_layers(recipe: Recipe, one: TrainingTrace, every: Sequence[TrainingTrace]) -> str:
-    """The linear layers whose class differs from the precision's; empty: there are none.
+    """A line about linear layers whose class is not that of the precision; empty: there are none.
 
     If the precision names no class, the layers must have the same classes as in the one-process run.
     """
@@ -161,7 +161,7 @@ def _class_of(classes: Sequence[str]) -> str:
 
 
 def too_exact(recipe: Recipe, from_fp32: TraceDifference, rounding: TraceDifference) -> str:
-    """A line if a run is nearer to fp32 than its precision allows; else empty."""
+    """A line if a run's gradients are nearer to fp32 than its precision allows; else empty."""
     least = tolerances.LEAST_ROUNDING * rounding.gradient[0]
     if recipe.precision == Fp32() or from_fp32.gradient[0] >= least:
         return ""
@@ -181,7 +181,7 @@ def content_key(recipe: Recipe) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The end of a rehearsal."""
+    """How a rehearsal has ended."""
 
     run: str
     layout: str
@@ -190,7 +190,7 @@ class Result:
     cause: str = ""
     processes: int = 0
     seconds: float = 0.0
-    log: str | None = None  # of the rank that failed; it has the traceback
+    log: str | None = None  # log of the rank that failed, with the traceback
     same_as: str | None = None  # an earlier run with the same reduced recipe, so that this one was not trained again
     missing: tuple[str, ...] = ()
 
@@ -198,7 +198,7 @@ class Result:
 def rehearse(
     cases: Sequence[Reduced], train: Callable[[Recipe], Ended], log_of: Callable[[Ended], str]
 ) -> Iterator[Result]:
-    """Train each reduced recipe once, and say how each rehearsal ended, in their order."""
+    """Train each reduced recipe, equal ones only once; yield how each ended, in the order of `cases`."""
     known: dict[str, Result] = {}
     for case in cases:
         named: dict[str, Any] = {"run": case.run, "layout": case.layout, "missing": case.missing}
@@ -241,7 +241,7 @@ class ParityFile:
 
 
 def read_parity(sweep: Path) -> ParityFile | None:
-    """None: the sweep was never proved. ConfigError: the file is damaged, or of another version."""
+    """A sweep's parity.json; None: it was never proved. ConfigError: the file is damaged, or of another version."""
     return read_typed(sweep / PARITY_FILE, ParityFile, schema=PARITY_SCHEMA, cure=_CURE)
 
 

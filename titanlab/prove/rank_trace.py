@@ -1,4 +1,4 @@
-"""One step of one rank, on tensors without data, in a world whose other ranks do not exist."""
+"""Runs one step of one rank on tensors without data; the other ranks of its world do not exist."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from titanlab.train.assemble import assemble
 def fake_world(rank: int, ranks: int, *, nccl: bool) -> Iterator[tuple[World, FakeTensorMode]]:
     """A rank on CPU, and the mode in which its tensors have shapes but no data.
 
-    Modules are built and sharded outside the mode, because torch reads values of small tensors meanwhile; parameters
-    get their storage inside the mode.
+    Modules are built and sharded outside the mode, because torch then reads values of small tensors; parameters get
+    their storage inside the mode.
 
     Args:
         nccl: the process group stands for NCCL, which has a reduce-scatter; otherwise for gloo.
     """
     if nccl and not hasattr(dist.Backend, STANDS_FOR_NCCL.upper()):
         dist.Backend.register_backend(STANDS_FOR_NCCL, fake_pg._create_fake_pg, extended_api=True, devices=["cpu"])
-    # Small tensors that were made outside the mode take part in operations.
+    # Allowed, because small tensors that were made outside the mode take part in operations.
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     backend = STANDS_FOR_NCCL if nccl else "fake"
     dist.init_process_group(backend, store=fake_pg.FakeStore(), rank=rank, world_size=ranks)
@@ -46,7 +46,7 @@ def fake_world(rank: int, ranks: int, *, nccl: bool) -> Iterator[tuple[World, Fa
         yield World(rank=rank, world=ranks, local_rank=0, device=torch.device("cpu"), without_data=mode), mode
     finally:
         dist.destroy_process_group()
-        # DTensor caches meshes, whose groups no longer exist.
+        # DTensor has cached meshes whose groups no longer exist.
         _clear_sharding_prop_cache()
 
 
@@ -54,11 +54,11 @@ Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
 
 def watch_saved_bytes(blocks: Mapping[int, nn.Module]) -> dict[int, int]:
-    """Measure the first microbatch of each block: a mapping that gets a block's bytes when its backward begins.
+    """A mapping from block to the bytes that it keeps of the first microbatch, filled in when its backward begins.
 
     Hooks on saved tensors do not see tensors that selective checkpointing keeps. So this counts storages: those that a
-    block's forward has made, and the block's input, if they still exist when its backward begins. The block's output is
-    the next block's input. FSDP's gathers run outside: before the hooks here, and after them.
+    block's forward has made, and the block's input, if they still exist when its backward begins. The block's output
+    counts as the next block's input. FSDP's gathers do not count: they run before and after the hooks here.
     """
     saved: dict[int, int] = {}
 
@@ -90,7 +90,7 @@ def watch_saved_bytes(blocks: Mapping[int, nn.Module]) -> dict[int, int]:
 
 
 class _Made(TorchDispatchMode):
-    """Notes the storages that operators make."""
+    """Records the storages that operators create."""
 
     supports_higher_order_operators = True
 
@@ -118,10 +118,10 @@ class _Made(TorchDispatchMode):
 
 
 def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
-    """Assemble a rank's part of a resolved recipe on tensors without data, and run one step.
+    """What a rank stores, keeps and sends: assembles its part of a recipe on tensors without data, and runs one step.
 
     Args:
-        recipe: runs in eager mode; see `titanlab.prove.traced_step.for_tracing`.
+        recipe: resolved, and runs in eager mode; see `titanlab.prove.traced_step.for_tracing`.
     """
     layout = recipe.layout
     with fake_world(rank, layout.world, nccl=recipe.cluster.accelerator == "cuda") as (world, mode):
@@ -164,7 +164,7 @@ def trace_rank(recipe: Recipe, rank: int) -> RankAccount:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of this rank's parts: with FSDP2's padding."""
+    """Bytes of the storages of this rank's parts of tensors, with FSDP2's padding."""
     storages = {}
     for tensor in tensors:
         own: Any = local_part(tensor)

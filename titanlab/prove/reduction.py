@@ -1,9 +1,9 @@
-"""Reduction: a recipe in a layout and a size that train in a second on a CPU. Torch-free.
+"""Reduces a recipe to a small copy whose layout and size train in a second on a CPU. Torch-free.
 
 A layout of many processes is folded to layouts of few processes, which together exercise every axis. The schedule and
-its stages, activation checkpointing, compiled parts, the optimizer, clipping, tied embeddings, shared heads and
-frequencies stay. Layers, widths, vocabulary, sequences and batch shrink to the least that the layouts need. Features
-that a CPU lacks are replaced by the nearest ones; `Reduced.notes` names these.
+its stages, activation checkpointing, compiled parts, the optimizer, clipping, tied embeddings, shared key/value heads
+and rotary frequencies stay. Layers, widths, vocabulary, sequences and batch shrink to the least that the layouts need.
+Features that a CPU lacks are replaced by the nearest ones; `Reduced.notes` names these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from titanlab.techniques.schedule.published_schema import OneFOneB
 from titanlab.techniques.tracker.trackers_schema import Jsonl
 
 MOST_PROCESSES = 16
-# The degree to which a larger one is folded: an axis works with two ranks as with many.
+# Larger degrees are folded to this one: an axis with two ranks runs the same code as with many.
 _FOLDED = 2
 # Pipelines and tensor parallelism come first: most of what can go wrong needs them, alone or with another axis.
 _ORDER = ("pipeline", "tensor", "context", "shard", "replicate")
@@ -44,7 +44,7 @@ def folded(layout: Layout, *, most: int = MOST_PROCESSES, fixed: Mapping[str, st
     """The layout itself if it has at most `most` processes; else layouts with degrees of 2.
 
     Every axis of the layout has a degree of at least 2 in at least one result. The first result has as many axes as fit
-    together; later results have the axes that did not fit, and others beside them.
+    together; later results have the axes that did not fit, and as many others as fit.
 
     Args:
         fixed: axes whose degree cannot be changed, each with the reason.
@@ -103,7 +103,7 @@ class Folded:
 
     @property
     def label(self) -> str:
-        """Both layouts as text: `dp_s2·tp2 of dp_s64·tp8`; one if they are the same."""
+        """The small layout and the real one as text: `dp_s2·tp2 of dp_s64·tp8`; only one if they are the same."""
         real = self.recipe.layout
         return self.layout.label if self.layout == real else f"{self.layout.label} of {real.label}"
 
@@ -115,7 +115,7 @@ class Folded:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step: as many as the schedule needs, at most as many as in the real size."""
+        """Microbatches of a step: those of the real size, at most two a rank, or as many as the schedule needs."""
         ranks, schedule = self.layout.pipeline, self.recipe.schedule
         real: int = self.recipe.microbatches
         if ranks == 1:
@@ -132,14 +132,14 @@ class Folded:
 
     @property
     def unit(self) -> int:
-        """A number that divides the rows of every process's part of a matrix."""
+        """The number of rows in every process's part of a matrix must be a multiple of this."""
         precision = self.recipe.precision
         shards = self.layout.fsdp if precision.float8_gathered(self.recipe.model.account()) else 1
         return math.lcm(2, precision.multiple, shards)
 
     @property
     def layers(self) -> int:
-        """One block for each stage; two for few stages, so that a stage has consecutive blocks."""
+        """Number of blocks: one for each stage; two for each of at most two stages, so that a stage has several."""
         ranks, schedule = self.layout.pipeline, self.recipe.schedule
         stages = 1 if ranks == 1 else len(schedule.placement(ranks=ranks))
         if stages > _MOST_LAYERS:
@@ -175,7 +175,7 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
         rule = "has no small head that all these layouts can cut"
         raise ConfigError("model", group[0].recipe.model.kind, rule, "prove fewer of them at once")
     unit = math.lcm(*(case.unit * case.layout.tensor * case.layout.fsdp for case in group))
-    # Rows of the embedding; divisible by the degree of tensor parallelism only if the original's are.
+    # Rows of the embedding: divisible by the degree of tensor parallelism only if the original's rows are.
     rows = -(-_VOCABULARY // unit) * unit
     accounts = [(case.recipe.precision, case.recipe.model.account()) for case in group]
     converts_head = any(own.pieces and own.pieces[-1] in precision.products(own) for precision, own in accounts)
@@ -190,11 +190,11 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
         vocab_size=rows,
         unit=math.lcm(*(case.unit for case in group), *(case.layout.fsdp for case in group)),
     )
-    # Two chunks for each context-parallel process, and equal parts for tensor parallelism.
+    # A sequence needs two chunks for each context-parallel process, and equal parts for tensor parallelism.
     parts = [(2, case.layout.tensor, case.recipe.precision.multiple) for case in group]
     chunk = math.lcm(*(case.layout.context * math.lcm(*part) for case, part in zip(group, parts, strict=True)))
     batch = math.lcm(*(case.layout.data * case.microbatches for case in group))
-    # At least four: four sequences in a row have different numbers of valid labels.
+    # At least four sequences: `Synthetic.gaps` gives four in a row different numbers of valid labels.
     batch *= max(1, 4 // batch)
     return Sizes(model=sizes, seq_len=-(-_LEAST_SEQUENCE // chunk) * chunk, global_batch=batch)
 
@@ -218,11 +218,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """A recipe in one layout of few processes."""
+    """A recipe reduced to one layout of few processes."""
 
     run: str  # name of the run in its real size
     layout: str  # the folded layout and the real one, as text
-    missing: tuple[str, ...] = ()  # axes that this layout lacks, which another one of the run has
+    missing: tuple[str, ...] = ()  # axes that this layout lacks; another layout of this run has them
     recipe: Recipe | None = None  # reduced, resolved and checked; None: it cannot be reduced
     error: ConfigError | None = None
     notes: tuple[str, ...] = ()  # differences from the original, apart from sizes
@@ -308,7 +308,7 @@ def _reduce(case: Folded, sizes: Sizes, *, steps: int, runs: str, inductor: bool
             notes.append(f"parallelism.{name} {note}")
     parallelism = replace(recipe.parallelism, async_tensor=False, symmetric_memory=False, split=None)
     if recipe.reduces_each:
-        # As in the real size: `auto` would find few gradients here.
+        # Keep the choice of the real size: with so few bytes of gradients `auto` would choose `last`.
         parallelism = replace(parallelism, reduce_gradients="each")
     data = Synthetic(vocab_size=model.vocab_size, gaps=True)
     if recipe.data.document_mask:
@@ -388,7 +388,7 @@ def check_same(first: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], c
     """Check that two recipes have the same facts.
 
     Raises:
-        ConfigError: the second has another value than the first, whose name is given.
+        ConfigError: the second recipe has another value than the first, whose name is `first`.
     """
     for key in {**ours, **theirs}:
         if ours.get(key) != theirs.get(key):
@@ -413,7 +413,7 @@ def _model(recipe: Recipe, sizes: Sizes, notes: list[str]) -> ModelConfig:
 
 
 def _frozen(patterns: tuple[str, ...], account: ModelAccount, notes: list[str]) -> tuple[str, ...]:
-    """The patterns that name some of the reduced model's parameters, and leave others to train."""
+    """The patterns that match parameters of the reduced model; none if no parameter would be left to train."""
     chosen = tuple(pattern for pattern in patterns if with_frozen(account, (pattern,)).frozen)
     if len(with_frozen(account, chosen).frozen) == len(account.parameters):
         chosen = ()

@@ -22,10 +22,10 @@ from titanlab.techniques.compile.schema import Compile
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredFigure:
-    """One figure of a rank."""
+    """One number of a rank, as declared and as traced."""
 
     rank: int
-    name: str  # `parameters of its stages`, `parameter bytes`, `block 3 saved bytes`, `shard all_gather bytes`, …
+    name: str  # `parameters of its stages`, `parameter bytes`, `block 3: saved bytes`, `shard all_gather bytes`, …
     declared: int
     traced: int
 
@@ -37,7 +37,7 @@ class DeclaredFigure:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceComparison:
-    """The ranks of one recipe."""
+    """What ranks of one recipe declare, and what was traced."""
 
     recipe: Recipe
     notes: Sequence[str]  # one line for each difference from the requested recipe
@@ -45,7 +45,7 @@ class TraceComparison:
 
     @functools.cached_property
     def items(self) -> list[DeclaredFigure]:
-        """All figures, by rank."""
+        """All numbers, rank by rank."""
         return [
             DeclaredFigure(rank=traced.rank, name=name, declared=expected, traced=actual)
             for declared, traced in self.pairs
@@ -58,7 +58,7 @@ class TraceComparison:
 
 
 def _figures(declared: RankAccount, traced: RankAccount) -> dict[str, tuple[int, int]]:
-    """The figures of both accounts of a rank, by name; neighbouring blocks with the same figures have one name."""
+    """The (declared, traced) numbers of a rank, by name; neighbouring blocks with the same numbers share a name."""
     found = {
         "parameters of its stages": (declared.parameters, traced.parameters),
         "parameter bytes": (declared.parameter_bytes, traced.parameter_bytes),
@@ -82,7 +82,7 @@ def _figures(declared: RankAccount, traced: RankAccount) -> dict[str, tuple[int,
 
 
 def comparison_rows(items: Sequence[DeclaredFigure]) -> list[list[str]]:
-    """A row of text for each figure."""
+    """For each number, a table row of texts: rank, name, declared, traced, difference."""
     rows = []
     for item in items:
         difference = f"{item.difference:+,}" if item.difference else "0"
@@ -102,9 +102,9 @@ def comparison_values(comparison: TraceComparison) -> dict[str, Any]:
     }
 
 
-# The first microbatch accumulates gradients, and after the last one they are reduced.
+# Trace at least two: the first microbatch accumulates gradients, and after the last one they are reduced.
 _MICROBATCHES = 2
-# Limits memory: each process has imported torch and holds a stage's modules.
+# A limit, because of memory: each process has imported torch and holds a stage's modules.
 _MOST_PROCESSES = 8
 
 
@@ -112,7 +112,7 @@ def trace(recipe: Recipe, ranks: Sequence[int] | None = None) -> TraceComparison
     """Trace ranks of a resolved recipe, each in a separate process, and compare them with their declarations.
 
     Args:
-        ranks: None: the first rank of each rank of the pipeline.
+        ranks: ranks of the world; None: those of `different_ranks`.
 
     Raises:
         ConfigError: the recipe breaks a rule, cannot be traced, or has no such rank.
@@ -143,14 +143,14 @@ def _trace_rank(recipe: Recipe, rank: int) -> RankAccount:
 
 
 def different_ranks(recipe: Recipe) -> tuple[list[int], tuple[str, ...]]:
-    """The first rank of each rank of the pipeline, without those whose declarations equal an earlier one's; notes."""
+    """The first rank of the world in each pipeline rank, without those that declare the same as an earlier one."""
     layout = recipe.layout
     chosen: dict[str, int] = {}
     same: dict[int, list[int]] = {}
     inner = math.prod(degree for axis, degree in layout.degrees().items() if axis != AXES[0])
     for rank in range(0, layout.world, inner):
         account = declared(recipe, rank)
-        # Blocks of one size and treatment count alike, whatever their number.
+        # Ignore which blocks a rank has: ranks with different blocks may declare the same bytes.
         key = repr((replace(account, rank=0, saved={}), sorted(account.saved.values())))
         if key in chosen:
             same.setdefault(chosen[key], []).append(rank)
@@ -196,7 +196,7 @@ def for_tracing(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
     recipe = replace(recipe, parallelism=parallelism, precision=recipe.precision.emulated())
     if is_gpu and recipe.model.attention not in ("auto", "math"):
         recipe = replace(recipe, model=replace(recipe.model, attention="auto"))
-    # The smallest number of microbatches that the recipe may have: more would repeat the same.
+    # Trace as few microbatches as the recipe's rules allow: more would only repeat the same.
     count = recipe.microbatches
     for fewer in range(_MICROBATCHES, count):
         batch = fewer * recipe.microbatch * recipe.layout.data

@@ -1,4 +1,4 @@
-"""Questions that a sweep answers, as frames: scaling, memory by item, pipelines, differences of losses, ranking."""
+"""What a sweep shows, as data frames: scaling, memory by item, pipelines, differences of losses, ranking."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
     """One row for each recipe whose speed was measured, compared with the same recipe on fewer devices.
 
     The reference of a recipe is the fastest recipe (per device) on the smallest number of devices that differs from it
-    in the layout only. `speedup` is the ratio of tokens per second of all devices, and `efficiency_percent` that of one
-    device, in percent: 100 if twice the devices are twice as fast. If there were more processes than cores,
-    `oversubscribed` is true, and the speed says nothing about the layout.
+    in the layout only. `speedup` compares the tokens per second of all devices with the reference's.
+    `efficiency_percent` compares those of one device: 100 % if twice the devices are twice as fast. If there were more
+    processes than cores, `oversubscribed` is true, and the speed says nothing about the layout.
 
     Args:
         runs: the frame of `titanlab.report.frames.sweep_frame`.
@@ -54,8 +54,8 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
             recipes with the same global batch (strong scaling).
 
     Returns:
-        The columns `SCALING_COLUMNS`; `reference` is a recipe, `tokens_per_second` that of one device, and `runs` the
-        number of runs in the medians.
+        The columns `SCALING_COLUMNS`. `reference` is the label of a recipe, `tokens_per_second` the speed of one
+        device, and `runs` the number of runs that were averaged.
     """
     import pandas as pd
 
@@ -64,14 +64,14 @@ def scaling_frame(runs: DataFrame, *, weak: bool = False) -> DataFrame:
 
 
 def scaling_key(group: RecipeRuns, *, weak: bool) -> tuple[Any, ...]:
-    """Equal for recipes that differ in the number of devices and the layout only."""
+    """A key that is equal for recipes that differ only in the number of devices and the layout."""
     row = group.rows[0]
     batch = row["global_batch"] / row["world"] if weak else row["global_batch"]
     return (*(row[name] for name in _ALIKE), batch)
 
 
 def scaling_families(compared: Sequence[RecipeRuns], *, weak: bool) -> list[list[dict[str, Any]]]:
-    """A list for each recipe: its `scaling_frame` rows, fewest devices first; each row also has its `group`."""
+    """For each recipe, its rows of `scaling_frame`, fewest devices first; a row's `group` has the recipe's runs."""
     families: dict[tuple[Any, ...], list[tuple[RecipeRuns, float]]] = {}
     for group in compared:
         if speed := group.typical("tokens_per_second"):
@@ -111,7 +111,7 @@ MEMORY_COLUMNS = (
 
 
 def memory_frame(path: Path | str) -> DataFrame:
-    """One row for each run: the planner's account of the rank that needs the most memory, beside the measurement.
+    """One row for each run: the planner's memory account of the rank that needs the most, and the measured memory.
 
     The account is computed from the recipe alone: the items are the tensors that exist at the moment of a step at which
     their sum is largest. `estimated_gib` adds the allocator's overhead; on a CPU also the memory of a process without
@@ -119,7 +119,7 @@ def memory_frame(path: Path | str) -> DataFrame:
 
     Returns:
         The columns `MEMORY_COLUMNS`; `moment` is `loss`, `backward`, `end` or `optimizer`, `item.NAME` in GiB,
-        `tensors_gib` their sum, and `measured_gib` empty where a run has not ended well.
+        `tensors_gib` their sum, and `measured_gib` empty if a run is not done.
 
     Raises:
         ConfigError: the path is not the folder of a sweep.
@@ -135,7 +135,7 @@ def memory_frame(path: Path | str) -> DataFrame:
         try:
             most, machine = most_memory(recipe), machine_of(recipe)
         except ConfigError:
-            continue  # The devices are unknown.
+            continue  # The planner does not know the devices.
         estimated = reserved_bytes(recipe, machine, most) / _GIB
         measured = row["memory_gib"] if row["outcome"] == "done" else None
         rows.append(
@@ -154,7 +154,7 @@ def memory_frame(path: Path | str) -> DataFrame:
     return pd.DataFrame(rows, columns=list(MEMORY_COLUMNS)).astype(dict.fromkeys(numbers, float))
 
 
-# A schedule whose order comes from a file.
+# The kind of a schedule whose order of actions comes from a file.
 _OF_A_FILE = "csv"
 _IDLE = ("bubble_percent", "peak_in_flight")
 _PIPELINES = (
@@ -169,8 +169,8 @@ def timeline_of(
     """The simulated timeline of one schedule.
 
     Args:
-        schedule: option of the group, such as `1f1b`.
-        durations: of one microbatch through all layers of a rank, by kind of action, in any unit.
+        schedule: an option of the group `schedule`, such as `1f1b`.
+        durations: the time of one microbatch in all layers of a rank, by kind of action, in any unit.
         transfer: time to send a tensor from one rank to another, in the same unit.
 
     Raises:
@@ -217,10 +217,10 @@ def schedules_frame(
 
 
 def pipelines_frame(path: Path | str) -> DataFrame:
-    """One row for each run of a sweep that has a pipeline and is done.
+    """One row for each run of a sweep whose pipeline has several ranks and whose outcome is `done`.
 
-    `busy_seconds` is the measured step without the bubble of the simulation: the time of a pipeline that is never idle.
-    It includes the optimizer and waiting for data.
+    `busy_seconds` is the measured time of a step without the share that is idle in the simulation: the time that a
+    pipeline without idle ranks would take. It includes the optimizer and waiting for data.
 
     Raises:
         ConfigError: the path is not the folder of a sweep.
@@ -300,8 +300,8 @@ def largest_differences(differences: DataFrame) -> DataFrame:
 def ranking_text(runs: DataFrame, by: str = "tps", *, max_memory_gib: float | None = None) -> str:
     """The output of `titanlab best` for a frame of `sweep_frame`: the answer, the ranked recipes, and its limits.
 
-    Each recipe has an interval of 95 %; the run is the unit, and noise is pooled over the repeats of all recipes. If
-    the gap may be noise, the sentence names no winner.
+    Each recipe has an interval of 95 %. Each run counts once, and the noise is estimated from the repeats of all
+    recipes together. If the gap between the first two may be noise, the answer names no winner.
 
     Args:
         by: `tps` (tokens per second of one device), `mfu`, or `memory` (the least).

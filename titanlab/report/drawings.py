@@ -51,7 +51,7 @@ def draw_memory(memory: DataFrame) -> Figure:
 
 
 def draw_bubbles(schedules: DataFrame) -> Figure:
-    """Idle time against the number of microbatches, one line for each schedule; of one number of ranks."""
+    """Idle time against the number of microbatches, one line for each schedule; all for the same number of ranks."""
     ranks = ", ".join(map(str, sorted(set(schedules["ranks"]))))
     figure, axis = style.new_figure(4.2, f"bubble of a pipeline of {ranks} ranks" if ranks else "bubble of a pipeline")
     names = list(dict.fromkeys(schedules["schedule"]))
@@ -83,7 +83,7 @@ def draw_differences(differences: DataFrame, *, column: str = LOSS, tolerance: f
         axis.plot(rows["step"], rows[column], label=style.legend_text(f"{name} ({layout})"), **look)
     axis.set_yscale("log")
     if tolerance:
-        # Without a positive value there is nothing to draw: a logarithmic axis has no 0.
+        # Without a positive value no line is drawn, so choose limits around the tolerance.
         if not (differences[column] > 0).any():
             axis.set_ylim(tolerance / 10, tolerance * 10)
         axis.axhline(tolerance, color=style.MUTED, linewidth=1, linestyle=(0, (3, 2)))

@@ -31,9 +31,9 @@ class Facts:
     """A sweep at one moment, and the answer that its runs give.
 
     Attributes:
-        rows: of its table, with a value or None in each column.
-        made: when they were read, in seconds since the epoch.
-        by: the figure by which the recipes are ranked: `tps`, `mfu` or `memory`.
+        rows: the rows of the sweep's table, with a value or None in each column.
+        made: when the rows were read, in seconds since the epoch.
+        by: what ranks the recipes: `tps`, `mfu` or `memory`.
     """
 
     sweep: SweepFolder
@@ -44,7 +44,7 @@ class Facts:
 
     @cached_property
     def runs(self) -> list[Mapping[str, Any]]:
-        """Rows of runs: all rows but those of dropped points."""
+        """The rows of runs: all rows except those of dropped points."""
         return runs(self.rows)
 
     @cached_property
@@ -53,8 +53,8 @@ class Facts:
 
     @cached_property
     def groups(self) -> list[RecipeRuns]:
-        """The recipes, fastest first; those without a measured run are last."""
-        # Oversubscribed and emulated runs come last: their speeds say nothing about the recipe.
+        """The recipes, fastest first; recipes without a measured speed are last."""
+        # Recipes with oversubscribed or emulated runs come last: the speeds of these say nothing.
         return sorted(
             groups(self.rows),
             key=lambda group: (not group.has_speed, -(group.typical("tokens_per_second") or -1.0)),
@@ -62,7 +62,7 @@ class Facts:
 
     @cached_property
     def shown(self) -> list[tuple[RecipeRuns, Mapping[str, Any]]]:
-        """The fastest recipes, each with one run that stands for it; their number is limited."""
+        """The fastest recipes, at most `_MOST_RECIPES`, each with one run that represents it."""
         return [(group, representative(group)) for group in self.groups[:_MOST_RECIPES]]
 
     @cached_property
@@ -76,7 +76,7 @@ class Facts:
 
     @property
     def best(self) -> RecipeRuns | None:
-        """The recipe with the best figure; if none is ranked, one with a finished run. None: no run is finished."""
+        """The recipe that is ranked first; if none is ranked, one with a finished run. None: no run is finished."""
         if self.ranking.first is not None:
             return self.ranking.first.group
         ended = (entry.group for entry in self.ranking.entries if representative(entry.group)["outcome"] == "done")
@@ -93,7 +93,7 @@ class Facts:
 
     @property
     def band_text(self) -> str:
-        """The basis of the intervals."""
+        """A sentence that says what the intervals are and how they were computed."""
         noise, degrees = significant(self.speeds.noise_percent or 0, 2), self.speeds.degrees
         return (
             f"The line with ends is the interval of 95 % around a recipe's mean, from a noise of {noise} % "
@@ -104,7 +104,7 @@ class Facts:
         return self.sweep.run(str(row["run"]))
 
     def config(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The recipe of a run's latest attempt; None: it cannot be read."""
+        """The config of a run's latest attempt; None: it cannot be read."""
         run, attempt = self.run(row), row["attempt"] or None
         try:
             return run.config(attempt if attempt and run.attempt_folder(attempt).is_dir() else None)
@@ -116,7 +116,7 @@ class Facts:
         return self.run(row).env(row["attempt"] or None) or {}
 
     def metrics(self, row: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
-        """The rows of a run's metrics.jsonl of one kind; empty: it cannot be read."""
+        """The rows of a run's metrics.jsonl of one kind; empty: the file cannot be read."""
         name = str(row["run"])
         if name not in self._metrics:
             try:
@@ -127,7 +127,7 @@ class Facts:
 
 
 def representative(group: RecipeRuns) -> Mapping[str, Any]:
-    """A run of the recipe: one that is done, if there is one."""
+    """One run of the recipe, if possible one that is done."""
     return next((row for row in group.rows if row["outcome"] == "done"), group.rows[0])
 
 
@@ -141,7 +141,7 @@ def checked(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: sound(name, value) for name, value in row.items()} for row in rows]
 
 
-# Keys that name a run or its place, but do not change what it computes.
+# Config keys that name a run or its folder, but do not change what the run computes.
 _NAMES = ("name", "sweep", "runs", "repeat", "notes")
 _MOST_LETTERS = 200
 
@@ -172,9 +172,9 @@ def differences(
 
 
 def sources(facts: Facts) -> list[dict[str, Any]]:
-    """The runs by code, versions and machine, the most frequent first; runs that never began have none.
+    """The runs grouped by code, versions and machine, the largest group first; without runs that never began.
 
-    Each row has these facts by name, then `runs` (names of their folders), `began` (the first) and `ended` (the last).
+    A row has these facts by name, then `runs` (folder names), `began` (of the first run) and `ended` (of the last run).
     """
     members: dict[tuple[tuple[str, str], ...], list[Mapping[str, Any]]] = {}
     for row in facts.runs:
@@ -211,7 +211,7 @@ def moment(seconds: float | None) -> str:
 
 def _origin(row: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, str]:
     def known(*keys: str) -> str:
-        """The value below some keys of nested mappings; a stranger's file may have anything there."""
+        """The value at a path of keys as text; empty if it is missing, because the file may have any content."""
         value: Any = env
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None

@@ -28,7 +28,7 @@ def sweep_frame(path: Path | str) -> DataFrame:
         path: a sweep's folder, or a parquet file that `titanlab collect` wrote.
 
     Raises:
-        ConfigError: the path is neither.
+        ConfigError: the path is neither of these.
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -56,7 +56,7 @@ def frame_of(table: Any) -> DataFrame:
 def metrics_frame(path: Path | str, kind: str = TRAIN) -> DataFrame:
     """One row for each logged step of each run, under the names of metrics.jsonl.
 
-    The columns `run`, `name`, `layout.label` (of the attempt that wrote the row) and those of the point come first.
+    The columns `run`, `name`, `layout.label` (of the attempt that wrote the row) and `point.KEY` come first.
     Rows that a later attempt has replaced are left out.
 
     Args:

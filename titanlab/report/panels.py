@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _OVERSUBSCRIBED = (
     " Hollow or hatched marks are runs with more processes than cores, which took turns: their speed says nothing."
 )
-# What a recipe of a stranger may raise where its numbers are used.
+# Errors that may be raised when the report computes with the numbers of somebody else's recipe.
 _UNUSABLE = (TitanlabError, ArithmeticError, ValueError, LookupError)
 _MOST_NAMED = 4
 _LONG = 40
@@ -40,7 +40,7 @@ _MOST_RECIPES = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell.
+    """One cell of a table.
 
     Attributes:
         run: name of a run's folder, to which the cell links.
@@ -62,7 +62,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class PageTable:
-    """One table; the first cell of a row is its heading. `columns`: headings are names of columns, shown as code."""
+    """One table; a row's first cell is the row's heading. `columns`: headings are column names, shown as code."""
 
     caption: str
     headings: Sequence[str]
@@ -72,16 +72,16 @@ class PageTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """One section.
+    """One section of the page.
 
     Attributes:
         id: also the name of the figure's file.
         caption: how to read the figure.
         description: what the figure shows, for people who do not see it.
         columns: names of the table's columns, or of metrics, from which the figure is drawn.
-        values: behind the figure, by run folder.
+        values: the numbers that the figure shows, by run folder.
         notes: what is missing in the figure, and why.
-        details: texts that are shown on demand, by their summary.
+        details: (summary, text) of each text that is shown on demand.
     """
 
     id: str
@@ -99,7 +99,7 @@ class Section:
 
 
 def cell(value: Any, *, digits: int = 4) -> Cell:
-    """A cell of a text or a plain value; numbers are rounded to significant digits, None is empty."""
+    """A cell with a text or a plain value; numbers are rounded to significant digits, None gives an empty cell."""
     if isinstance(value, Cell):
         return value
     if isinstance(value, bool):
@@ -121,13 +121,13 @@ def table(caption: str, headings: Sequence[str], rows: Iterable[Iterable[Any]], 
 
 
 def by_run(caption: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> PageTable:
-    """The values of some columns of the sweep's table, a row for each run."""
+    """A table with some columns of the sweep's table, a row for each run."""
     values = ([run_cell(row["run"]), *(row.get(name) for name in columns)] for row in rows)
     return table(caption, ["run", *columns], values, columns=True)
 
 
 def speed_text(value: float) -> str:
-    """Tokens per second, or a share."""
+    """Tokens per second, or MFU in percent, as text."""
     return grouped(value) if value >= 100 else significant(value)
 
 
@@ -249,7 +249,7 @@ def _largest_parts(splits: Sequence[bars.StackedBar], name_of: Callable[[str], s
 
 
 def _values_of(splits: Sequence[bars.StackedBar], heading: str, parts: Mapping[str, str]) -> PageTable:
-    """The parts of each bar by run; `parts` has their headings."""
+    """A table with the parts of each bar in a row; `parts` has the heading of each part."""
     rows = ([run_cell(each.run), *(cell(each.parts.get(part), digits=3) for part in parts)] for each in splits)
     return table(heading, ["run", *parts.values()], rows)
 
@@ -266,7 +266,7 @@ def _without_bar(facts: Facts, splits: Sequence[bars.StackedBar]) -> list[str]:
 def _measured(
     facts: Facts, kind: str, columns_of: Callable[[Mapping[str, Any]], Mapping[str, str]]
 ) -> list[bars.StackedBar]:
-    """A bar for each recipe with rows of this kind: from the latest one, by the column of each part."""
+    """A bar for each recipe that has logged rows of this kind: the newest row. `columns_of`: part → column."""
     splits = []
     for group, _ in facts.shown:
         begun = sorted((row for row in group.rows if row["step"]), key=lambda row: row["outcome"] != "done")
@@ -280,7 +280,7 @@ def _measured(
 
 
 def _declared(facts: Facts, parts_of: Callable[[Recipe], Mapping[str, float]]) -> list[bars.StackedBar]:
-    """A bar for each recipe whose machine the planner knows."""
+    """A bar of the planner's numbers for each recipe whose machine the planner knows."""
     splits = []
     for group, row in facts.shown:
         if (recipe := _recipe(facts, row)) is not None:
@@ -295,7 +295,7 @@ def _is_size(value: Any) -> bool:
 
 
 def measured_splits(facts: Facts) -> list[bars.StackedBar]:
-    """The seconds of a step by part, for runs with `profiler=breakdown`: of their latest window."""
+    """Bars of the seconds of a step by part: the latest window of runs with `profiler=breakdown`."""
     begin, end = "breakdown/", "(s)"
 
     def columns(row: Mapping[str, Any]) -> dict[str, str]:
@@ -307,7 +307,7 @@ def measured_splits(facts: Facts) -> list[bars.StackedBar]:
 
 
 def measured_memory(facts: Facts) -> list[bars.StackedBar]:
-    """The items of memory in GiB, for runs with `profiler=breakdown`: of the rank that needs most."""
+    """Bars of GiB by item, on the rank that needs most, of runs with `profiler=breakdown`."""
     columns = {item: item_metric(item) for item in (*ITEMS, REST)}
     return _measured(
         facts, BY_ITEM, lambda row: columns if all(_is_size(row.get(name)) for name in columns.values()) else {}
@@ -315,7 +315,7 @@ def measured_memory(facts: Facts) -> list[bars.StackedBar]:
 
 
 def declared_memory(facts: Facts) -> list[bars.StackedBar]:
-    """The planner's items in GiB; `rest` is what is beside tensors."""
+    """Bars of the planner's GiB by item; `rest` is the memory that is reserved but has no tensors."""
 
     def parts(recipe: Recipe) -> dict[str, float]:
         most, machine = most_memory(recipe), machine_of(recipe)
@@ -327,7 +327,7 @@ def declared_memory(facts: Facts) -> list[bars.StackedBar]:
 
 
 def memory_text(facts: Facts) -> str:
-    """The items of the fastest recipe, for the first box; empty: unknown."""
+    """The memory items of the best recipe, for the box at the top of the page; empty: unknown."""
     for splits_of, word in ((measured_memory, ""), (declared_memory, ", declared")):
         for split in splits_of(facts):
             if facts.best is not None and split.run in (row["run"] for row in facts.best.rows):
@@ -404,7 +404,7 @@ def _loss(facts: Facts) -> Section:
     )
 
 
-# Limits, because a row of a stranger's run may have any numbers.
+# Limits, because a row of somebody else's run may have any numbers.
 _MOST_COUNTS, _MOST_TOKENS = 2**22, 2**53
 _MOST_BLOCKS_NAMED = 4
 _CAPTION = (
@@ -415,8 +415,8 @@ _CAPTION = (
 
 
 def _experts(facts: Facts) -> list[Section]:
-    """The newest load of each recipe's experts; empty: no run has recorded one."""
-    # Recipes with the same load are one map.
+    """The section about the newest load of each recipe's experts; empty: no run has recorded a load."""
+    # Recipes with the same load share one map.
     same: dict[str, tuple[over_time.ExpertLoad, list[str]]] = {}
     for group, row in facts.shown:
         run = str(row["run"])
@@ -507,7 +507,7 @@ MOST_CELLS = 3000
 
 
 def pipelines(facts: Facts) -> tuple[list[over_time.PipelineTimeline], list[str]]:
-    """Timelines of the recipes with a pipeline, one for each schedule; and why other recipes have none."""
+    """One timeline for each different pipeline of the recipes; and why other recipes have no timeline."""
     timelines: list[over_time.PipelineTimeline] = []
     left_out: list[str] = []
     seen = set[tuple[Any, ...]]()
@@ -585,6 +585,6 @@ def _oversubscribed(facts: Facts) -> str:
 
 
 def listed(texts: Sequence[str]) -> str:
-    """The first texts, and how many more there are."""
+    """The first texts in one line, and how many more there are."""
     more = len(texts) - _MOST_NAMED
     return "; ".join(texts[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Report(NamedTuple):
-    """What was written."""
+    """What `write_report` has written, and the report's answer in one sentence."""
 
     file: Path
     figures: list[Path]
@@ -50,7 +50,7 @@ def write_report(
 
     Args:
         format: `png`, `svg` or `pdf`.
-        by: the figure of the ranking: `tps`, `mfu` or `memory`.
+        by: what ranks the recipes: `tps`, `mfu` or `memory`.
 
     Raises:
         ConfigError: matplotlib is missing, or a file cannot be written.
@@ -94,7 +94,7 @@ def sweep_figures(path: Path | str, *, by: str = "tps") -> dict[str, TracedFigur
 
 
 def check_matplotlib(sweep: str) -> None:
-    """Check that matplotlib is installed, without importing it; a ConfigError if it is not."""
+    """Check that matplotlib is installed, without importing it; raise a ConfigError if it is not."""
     if importlib.util.find_spec("matplotlib") is None:
         rule = "its report needs matplotlib, which is not installed"
         raise ConfigError("sweep", sweep, rule, "pip install 'titanlab[plots]'")
@@ -109,7 +109,7 @@ def _make_folder(folder: Path, *, key: str) -> None:
 
 
 def html(facts: Facts, sections: Sequence[Section], *, into: Path) -> str:
-    """The page; links to run folders are relative to its folder, `into`."""
+    """The page as HTML; its links to run folders are relative to `into`, the folder of the page."""
     # Imported here: the packages for plots are optional.
     import jinja2
     from markupsafe import Markup
@@ -149,7 +149,6 @@ def html(facts: Facts, sections: Sequence[Section], *, into: Path) -> str:
 
 def _link(sweep: Path, run: str, into: Path) -> str:
     """The address of a run's folder, relative to the report."""
-    # Absolute if the two disks have no common path.
     path = os.path.relpath(sweep / Path(run).name, into)
     address = urllib.parse.quote(os.fsencode(path))
     # A name with a colon would be read as a scheme.
@@ -157,7 +156,7 @@ def _link(sweep: Path, run: str, into: Path) -> str:
 
 
 def _facts(facts: Facts) -> list[tuple[str, str]]:
-    """The facts below the answer."""
+    """The labels and values that the page shows below the answer."""
     devices = {str(row["device"] or row["accelerator"]) for row in facts.runs if row["accelerator"]}
     models, starts, ends, hours = set[str](), list[float](), list[float](), 0.0
     for row in facts.runs:
@@ -193,7 +192,7 @@ def _few(texts: set[str]) -> str:
 
 
 def _notes(facts: Facts) -> list[str]:
-    """Caveats about the figures."""
+    """Sentences that warn about the numbers of the report."""
 
     def about(rows: Sequence[Mapping[str, Any]], text: str, noun: str = "run") -> list[str]:
         return [f"{counted(len(rows), noun)} {text}"] if rows else []

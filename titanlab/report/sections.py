@@ -22,7 +22,7 @@ _MOST_CAUSE = 300
 _MOST_TRACEBACKS, _MOST_TRACEBACK = 12, 4_000
 _MOST_KEYS = 20
 _MOST_SOURCES = 4
-# Values of a row of parity.json.
+# Names of the values in a row of parity.json.
 _PARITY = ("layout", "precision", "loss", "grad_norm", "gradient", "parameter", "tolerance")
 
 
@@ -43,7 +43,7 @@ def sections_of(facts: Facts) -> list[Section]:
 
 
 def _recipes(facts: Facts) -> PageTable:
-    """A row for each recipe, in the order of the ranking: figures of its runs that are done."""
+    """A table with a row for each recipe, in the order of the ranking; it covers the runs that are done."""
     ranking = facts.ranking
     places = {id(entry): place for place, entry in enumerate(ranking.ranked, 1)}
     rows = []
@@ -51,7 +51,7 @@ def _recipes(facts: Facts) -> PageTable:
         group, place = entry.group, places.get(id(entry))
         near = place is not None and (ranking.is_within_noise if place == 1 else entry.is_within_noise) is True
         standing = None if place is None else f"{place}{' (within noise)' if near else ''}"
-        # The control may have the same label as another recipe.
+        # The control has no interval: `bands` goes by label, and another recipe may have the same label.
         band = None if group.is_control else facts.bands.get(group.label)
         interval = "" if band is None else f"{speed_text(band[0])} to {speed_text(band[1])}"
         speed = group.typical("tokens_per_second")
@@ -144,7 +144,7 @@ def _failures(facts: Facts) -> Section:
 
 
 def _tracebacks(facts: Facts, bad: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The traceback of one run of each cause."""
+    """For each cause of failure, the traceback of one run."""
     tracebacks: dict[tuple[str, str], tuple[str, str]] = {}
     for row in bad:
         key = (state_word(row), row["cause"] or "")
@@ -187,7 +187,7 @@ def _parity(folder: Path) -> list[Section]:
 
 
 def _plain_text(value: Any) -> str:
-    """A value of parity.json: a text, a difference, a difference with its tensor, or tolerances by name."""
+    """The text of a value of parity.json: of a number, a number with its tensor's name, or tolerances by name."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_plain_text(inner)}" for key, inner in value.items())
     if isinstance(value, tuple):
@@ -215,12 +215,12 @@ def _provenance(facts: Facts) -> Section:
 
 
 def _runs(names: Sequence[str]) -> Cell:
-    """The number of runs, and their folders on demand."""
+    """A cell with the number of runs, which shows their folders on demand."""
     if len(names) == 1:
         return run_cell(names[0])
     return Cell(text=counted(len(names), "run"), more="\n".join(names))
 
 
 def _cut(words: str, most: int = _MOST_CAUSE) -> Cell:
-    """A long text, with only its beginning visible."""
+    """A cell with a text; of a long text, only the beginning is visible."""
     return Cell(text=words) if len(words) <= most else Cell(text=f"{words[:most]}…", more=words[:10_000])

@@ -1,4 +1,4 @@
-"""The sections of sweeps that tell a story: steps of a stack, scaling over devices, growing sequences."""
+"""The sections that only some sweeps have: the steps of a stack, scaling over devices, growing sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titanlab.report.panels import Section, by_run, listed, table
 from titanlab.sweep import POINT, RecipeRuns, percent, sentence_of, state_word
 from titanlab.system import grouped, significant
 
-# Columns that follow the length of sequences; the batch and the layout change with it.
+# Columns in which recipes of one series may differ: the batch and the layout change with the length of sequences.
 _FOLLOWING = ("seq_len", "global_batch", "microbatch", "schedule", f"{POINT}world", f"{POINT}parallelism")
 _KEYS_FOLLOWING = (f"{POINT}training.", f"{POINT}parallelism.")
 _METHOD = f"{POINT}parallelism.context_method"
@@ -22,7 +22,7 @@ _HOLLOW = " Hollow marks are recipes whose speed says nothing: more processes th
 
 
 def story_sections(facts: Facts) -> list[Section]:
-    """The stories that the sweep's points tell; empty: none."""
+    """The sections for which the sweep has suitable points; empty: there are none."""
     return [*_stack(facts), *_scaling(facts), *_context(facts)]
 
 
@@ -33,18 +33,18 @@ def answer_of(facts: Facts) -> str:
 
 
 def _losses(facts: Facts) -> list[str]:
-    """Where each series of three sizes or more loses speed, by more than noise.
+    """Clauses that say where a series of three sizes or more loses speed, by more than noise.
 
-    That is each size at which it is slower than at the next larger one; without any, the largest loss from one size to
-    the next.
+    They name each size that is slower than the next larger one. If there is no such size, they name the largest loss
+    from one size to the next.
     """
     found = []
     for name, family in scaling_series(facts).items():
-        # The groups are sorted by speed: the fastest of each size counts.
+        # Reversed, so that of each size the fastest recipe comes last and stays.
         groups = {row["world"]: row["group"] for row in reversed(family)}
         found += _losses_of(facts, f"{name.partition(',')[0]} scaling", "devices", "tokens_per_second", groups)
     for members in _by_length(facts).values():
-        # FLOPs and not tokens a second: a token of a longer sequence takes more FLOPs.
+        # Compare FLOP/s, not tokens/s: a token of a longer sequence takes more FLOPs.
         lengths = {group.rows[0]["seq_len"]: group for group in reversed(members)}
         found += _losses_of(facts, "FLOP/s", "tokens", "tflops", lengths)
     return found
@@ -105,14 +105,14 @@ def _stack(facts: Facts) -> list[Section]:
 
 
 def scaling_series(facts: Facts) -> dict[str, list[dict[str, Any]]]:
-    """Recipes that differ in the number of devices and the layout only, by the kind of scaling."""
+    """By name of a series, rows of recipes that differ only in the number of devices and the layout."""
     compared = [group for group in facts.groups if not group.is_control and group.rows[0]["global_batch"]]
     series: dict[str, list[dict[str, Any]]] = {}
     for weak, kind in ((True, "weak"), (False, "strong")):
         for family in scaling_families(compared, weak=weak):
             if len({row["world"] for row in family if row["group"].has_speed}) > 1:
                 first = family[0]["group"]
-                # What is the same for all sizes; without it, two families could have one name.
+                # Words that hold for all sizes: without them, two families could have the same name.
                 shared = [text for text in _words(first) if all(text in _words(row["group"]) for row in family)]
                 batch = f"{grouped(first.rows[0]['global_batch'])} sequences on {first.world}"
                 name = ", ".join([kind, batch, *shared])
@@ -131,7 +131,7 @@ def _unmeasured(facts: Facts, name: str, family: Sequence[Mapping[str, Any]]) ->
 
 
 def scaling_texts(facts: Facts) -> list[str]:
-    """The efficiency at the largest number of devices in each series: `weak: 91% on 512, of 8; none on 64`."""
+    """The efficiency at the largest number of devices in each series: `weak: 91% on 512, of 8`."""
     series = scaling_series(facts)
     kinds = [name.partition(",")[0] for name in series]
     texts = []
@@ -188,18 +188,18 @@ def _ends(group: RecipeRuns) -> str:
 
 
 def _crosses(series: Mapping[str, Sequence[growth.GrowthPoint]]) -> str:
-    """What crosses mean, if there are any."""
+    """A sentence that says what crosses mean; empty: there are none."""
     is_crossed = any(point.value is None for points in series.values() for point in points)
     return " A cross is a recipe of which no run is done: the line has a gap there." if is_crossed else ""
 
 
 def _whole(speed: float | None) -> float | None:
-    """Tokens per second without decimals, unless they are few."""
+    """Tokens per second, without decimals from 100 upwards."""
     return round(speed) if speed is not None and speed >= 100 else speed
 
 
 def _by_length(facts: Facts) -> dict[str, list[RecipeRuns]]:
-    """Recipes that differ in the length of sequences, and what follows it; by what else they have."""
+    """By name of a series, recipes that differ only in the length of sequences and what changes with it."""
     compared = [group for group in facts.groups if not group.is_control and group.rows[0]["seq_len"]]
     series: dict[str, list[RecipeRuns]] = {}
     if len({group.rows[0]["seq_len"] for group in compared}) > 1:
@@ -254,7 +254,7 @@ def _context(facts: Facts) -> list[Section]:
 
 
 def _words(group: RecipeRuns) -> list[str]:
-    """What tells the recipe from others, besides its length, its batch and its layout."""
+    """The values in which the recipe differs from others, without the length, the batch and the layout."""
     return [
         str(value)
         for name, value in group.differing.items()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 _LOSS_OF = {TRAIN: meter.LOSS, VALIDATION: meter.VALIDATION_LOSS}
-# Prefix of metrics of validation rows; wandb joins all rows of one step.
+# Prefix of the metrics of validation rows, because wandb joins all rows of one step into one row.
 _VALIDATION = "validation_metrics/"
 
 
@@ -27,7 +27,7 @@ class WandbRun:
 
     Attributes:
         name: the displayed name; titanlab gives the name of the run's folder.
-        group: titanlab gives the sweep.
+        group: wandb's group; titanlab gives the name of the sweep.
         config: the recipe, with the flat keys `layout.*` and `point.*`.
         rows: one for each step, in order, with `_step` and `_timestamp` (seconds since 1970).
         summary: medians and last values.
@@ -100,7 +100,7 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
                 continue
             rows.append({**first, "kind": kind, "step": metrics["_step"], "time": metrics.get("_timestamp")})
             for name, value in metrics.items():
-                # Without wandb's own values, and without values of other kinds of rows.
+                # Leave out wandb's own values, and values of the other kind of row.
                 is_of_kind = name.startswith(_VALIDATION) == (kind == VALIDATION)
                 if name == "attempt" or (is_of_kind and not name.startswith(("_", "traffic/"))):
                     rows[-1][name] = value
@@ -108,7 +108,7 @@ def metrics_frame(runs: Sequence[WandbRun], kind: str = TRAIN) -> DataFrame:
 
 
 def _ours(runs: Sequence[WandbRun]) -> tuple[list[WandbRun], list[str]]:
-    """The runs that titanlab logged, and the names of their points' columns."""
+    """The runs that titanlab logged, and the names of their `point.` columns."""
     ours = [run for run in runs if _recipe_columns(run.config)]
     if runs and not ours:
         rule, cure = "has runs, and none is one of titanlab", "name a project that titanlab writes to"
@@ -120,7 +120,7 @@ def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
     recipe = _recipe_columns(run.config)
     label, _, digits = run.name.rpartition("-")
     has_ended = run.exit_code is not None
-    # A row's name of the median step time differs from a result's, and wandb copies the last row into the summary.
+    # wandb copies the last row into the summary. A result has its own median step time, so drop that of the last row.
     is_result = has_ended and meter.MEASURED_STEPS in run.summary
     summary = {name: run.summary[name] for name in run.summary if not (is_result and name == meter.STEP_SECONDS_MEDIAN)}
     is_crowded = recipe["accelerator"] == "cpu" and run.cores is not None and recipe["world"] > run.cores

@@ -38,7 +38,7 @@ class View:
 
 
 def check_installed() -> None:
-    """Check that the package is installed; a ConfigError if it is not."""
+    """Check that the package is installed; raise a ConfigError if it is not."""
     if importlib.util.find_spec(_PACKAGE) is None:
         rule = "needs the package wandb-workspaces, which is not installed"
         raise ConfigError("verb", "workspace", rule, "pip install 'titanlab[wandb-workspaces]'")
@@ -112,7 +112,7 @@ def save(view: View) -> list[str]:
 
 
 def _panels(view: View, module: Any) -> dict[str, Any]:
-    """The panels in their order, by their headings."""
+    """The panels by heading, in the order of the page."""
     summary, config, name = module.SummaryMetric, module.Config, {"legend_template": "${run:displayName}"}
 
     def by_layout(title: str, metric: str) -> Any:

@@ -1,6 +1,6 @@
 """Figures of a sweep with matplotlib; each function returns one figure, without a window.
 
-Their argument `runs` is the frame of `sweep_frame`, or the rows of a table; `steps` is that of `metrics_frame`.
+The argument `runs` is the frame of `sweep_frame`, or its rows; `steps` is the frame of `metrics_frame`, or its rows.
 """
 
 from titanlab.report.figures.bars import memory_by_layout, outcomes, throughput_by_layout

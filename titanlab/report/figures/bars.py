@@ -30,7 +30,7 @@ def throughput_by_layout(
     ranked: bool = False,
     bands: Mapping[str, tuple[float, float]] | None = None,
 ) -> TracedFigure:
-    """Tokens per second of each recipe: bars are geometric means over repeats, points the runs.
+    """Tokens per second of each recipe: a bar is the geometric mean over repeats, a point is one run.
 
     Args:
         together: show the speed of all devices together instead of one device.
@@ -74,7 +74,7 @@ def stack_steps(
 
 
 def memory_by_layout(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:
-    """Peak memory of each recipe: bars are medians over repeats, points the runs."""
+    """Peak memory of each recipe: a bar is the median over repeats, a point is one run."""
     compared = groups(style.records_of(runs))
     on_gpu = {row["accelerator"] for group in compared for row in group.rows} == {"cuda"}
     kind = "reserved by the allocator" if on_gpu else "resident memory of the process on a CPU"
@@ -97,7 +97,7 @@ def _bars(
     shown = compared[: style.MOST_BARS]
     figure, axis = style.new_bars(len(shown), title)
     longest = max((value for group in shown for value in group.values(column)), default=1.0) or 1.0
-    # An interval from two runs can be many times as long as a bar: cut it here.
+    # An interval from two runs can be many times as long as a bar: cut all intervals here.
     furthest = min(max([longest, *(high for _, high in (bands or {}).values())]), _MOST_BAND * longest)
     colours = style.recipe_colours([row for group in compared for row in group.rows])
     for place, group in enumerate(shown):
@@ -144,7 +144,7 @@ def _bars(
 
 
 _TONES = {"good": style.GREEN, "busy": style.SKY, "idle": style.GREY, "halted": style.YELLOW, "bad": style.RED}
-# Outcomes also differ in black and white, and bad outcomes, which share a colour, differ from each other.
+# Hatches make outcomes differ in black and white too; all bad outcomes have the same colour.
 _HATCHES = {"crash": "xx", "oom": "//", "hang": "\\\\", "nan": ".."}
 _HATCHES |= {"data": "++", "node_fail": "oo", "infeasible": "--"}
 
@@ -200,7 +200,7 @@ _LOOKS: Mapping[str, tuple[str, str | None]] = {
 COMMUNICATION = ("replicate", "shard", "tensor", "context", "pipeline", "expert")
 
 
-# Items of memory; `rest` is what the peak has beyond the others.
+# Colour and hatch of each item of memory; `rest` is what the peak has beyond the other items.
 _MEMORY_LOOKS: Mapping[str, tuple[str, str | None]] = {
     "parameters": (style.BLUE, None),
     "gradients": (style.SKY, None),
@@ -220,10 +220,10 @@ ITEM_NAMES = {"optimizer": "optimizer state"}
 
 @dataclass(frozen=True)
 class StackedBar:
-    """What a figure of one run consists of: the seconds of its step, or the GiB of its memory.
+    """One bar, and the parts of it: the seconds of a run's step, or the GiB of its memory.
 
     Attributes:
-        parts: by name; in a step an axis stands for its exposed communication.
+        parts: size by name; in a step, the name of an axis means its exposed communication.
         is_measured: False: an estimate of the planner.
     """
 
@@ -246,7 +246,7 @@ def memory_items(
 
     Args:
         count: number of all bars, also bars that are not shown.
-        measured: a diamond beside each bar.
+        measured: the measured GiB of each bar, drawn as a diamond.
     """
     label = "GiB at the peak, of the rank that needs most"
     looks, text = _MEMORY_LOOKS, lambda size: f"{significant(size, 3)} GiB"
@@ -301,7 +301,7 @@ def _stacked(
 
 
 def part_name(name: str) -> str:
-    """A part in words: an axis stands for its communication."""
+    """The name of a part in words; the name of an axis means its exposed communication."""
     if name == "bubble":
         # Not the same as a timeline's bubble, which is the idle share of all ranks.
         return "bubble of the busiest rank"

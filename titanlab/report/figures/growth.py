@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GrowthPoint:
-    """One recipe; `band` is the interval of 95 % around its value, None: unknown.
+    """One recipe; `band` is the interval of 95 % around its value, or None if unknown.
 
     Attributes:
         value: None: no run of the recipe is done.
@@ -34,9 +34,9 @@ class GrowthPanel:
     """One pair of axes.
 
     Attributes:
-        column: of the table, from which the values are drawn.
+        column: the column of the sweep's table from which the values come.
         series: the points of each line, by its name; the line joins the best points of each size.
-        ideal: drawn as a dashed line; None: there is none.
+        ideal: the ideal value, drawn as a dashed line; None: there is none.
         is_speed: whether values are speeds; those of oversubscribed or emulated recipes are hollow marks off the line.
     """
 

@@ -35,8 +35,8 @@ def loss_by_tokens(
     """Training loss against tokens, one line for each run; lines that cover each other have different widths.
 
     Args:
-        labels: of the lines, by run folder; None: the name and the layout of the run.
-        colours: likewise; None: one after the other.
+        labels: labels of the lines, by run folder; None: the name and the layout of the run.
+        colours: colours of the lines, by run folder; None: those of `style.SERIES` in order.
     """
     figure, axis = style.new_figure(4.6, "loss against tokens")
     curves: dict[str, list[dict[Any, Any]]] = {}
@@ -77,7 +77,7 @@ def thinned(rows: Sequence[dict[Any, Any]], most: int = _MOST_POINTS) -> list[di
 
 EXPERT_COLUMNS = ("experts/counts",)
 MOST_MAPS = 6
-# Colours end at a quarter and at four times the equal share: 2 and -2 as powers of two.
+# The colours end at a quarter of and at four times the equal share, which are 2 to the power of -2 and of 2.
 _END = 2.0
 _LEAST, _MOST = 0.9, 3.4  # inches: height of a map
 _NO_TOKEN = "#000000"
@@ -107,7 +107,7 @@ class ExpertLoad:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """Tokens by block and expert, relative to an equal share of the block's."""
+        """Tokens by block and expert, relative to an equal share of the block's tokens."""
         counts = np.asarray(self.counts, dtype=float)
         means = counts.mean(axis=1, keepdims=True)
         return counts / np.where(means > 0, means, 1.0)
@@ -135,7 +135,7 @@ def expert_load(loads: Sequence[ExpertLoad]) -> TracedFigure:
     heights = [min(max(0.16 * len(load.counts), _LEAST), _MOST) for load in loads]
     figure = style.empty_figure(style.WIDTH, sum(heights) + 0.75 * len(loads) + 0.2)
     axes = figure.subplots(len(loads), 1, squeeze=False, height_ratios=heights)[:, 0]
-    # From purple through pale to orange, without the darkest ends, so that black is another colour.
+    # From purple through pale to orange, without the darkest ends, so that black (no token) differs from them.
     colours = ListedColormap(colormaps["PuOr_r"](np.linspace(0.12, 0.88, 256))).with_extremes(under=_NO_TOKEN)
     for axis, load in zip(axes, loads, strict=True):
         with np.errstate(divide="ignore"):
@@ -163,7 +163,7 @@ class PipelineTimeline:
     """The timeline of one recipe's pipeline.
 
     Attributes:
-        unit: of its times; empty: the unit is the forward pass of a stage.
+        unit: unit of the timeline's times; empty: the time of a forward pass of a stage.
     """
 
     run: str

@@ -38,8 +38,8 @@ class ParetoPoint(NamedTuple):
 def pareto(runs: DataFrame | Sequence[Mapping[str, Any]], *, speed: str = "tokens_per_second") -> TracedFigure:
     """Peak memory against speed; a line joins the recipes that no other one beats in both.
 
-    Crosses are failed runs: in the figure if both were measured, else in the strip below, at their measured or
-    estimated memory.
+    Crosses are failed runs: in the figure if their memory and speed were measured, else in the strip below, at their
+    measured or estimated memory.
 
     Args:
         speed: `tokens_per_second` or `mfu_percent`.
@@ -100,7 +100,7 @@ def points_of(rows: Sequence[Mapping[str, Any]], speed: str) -> list[ParetoPoint
 
 
 def front_of(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
-    """The Pareto front of recipes whose speed says something, by memory: every faster recipe needs more memory."""
+    """The Pareto front, by memory: every faster recipe needs more memory. Recipes without `has_speed` are left out."""
     front: list[ParetoPoint] = []
     for point in sorted(points, key=lambda point: (point.memory, -point.speed)):
         if point.group.has_speed and (not front or point.speed > front[-1].speed):
@@ -111,7 +111,7 @@ def front_of(points: Sequence[ParetoPoint]) -> list[ParetoPoint]:
 def _draw_failures(
     figure: TracedFigure, axis: Axes, strip: Axes | None, failed: Sequence[Mapping[str, Any]], speed: str
 ) -> int:
-    """Draw a cross for each failed run whose memory is known, and say how many others there are."""
+    """Draw a cross for each failed run whose memory is known; return the number of crosses."""
     unknown = []
     for row in failed:
         memory, rate = row[MEMORY], row[speed]
@@ -167,7 +167,7 @@ def _number(figure: TracedFigure, axis: Axes, points: Sequence[ParetoPoint]) -> 
         style.add_legend(figure, "right upper", handles=handles, labels=labels, handlelength=0.8)
 
 
-# Column of the measurement, column of the estimate, title, unit.
+# Of each plot: the column of the measurement, the column of the estimate, the title, the unit.
 PAIRS = (
     ("step_seconds", "estimate.step_seconds", "time of a step", "s"),
     ("memory_gib", "estimate.memory_gib", "memory", "GiB"),

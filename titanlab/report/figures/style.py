@@ -1,7 +1,7 @@
 """Colours, sizes and labels of all figures.
 
-The colours of Okabe and Ito (Color Universal Design, 2008) suit all kinds of colour vision; a hatch, a line style, a
-width or a shape also shows each difference.
+The colours of Okabe and Ito (Color Universal Design, 2008) suit all kinds of colour vision. What a colour shows, a
+hatch, a line style, a width or a shape shows too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _JOINERS = "\u200c\u200d"
 
 
 def new_figure(height: float, title: str) -> tuple[TracedFigure, Axes]:
-    """A figure of a page's width with one pair of axes; its height in inches."""
+    """A figure of a page's width with one pair of axes; `height` is in inches."""
     figure = empty_figure(WIDTH, height)
     axis = figure.subplots()
     set_axis(axis, title)
@@ -81,7 +81,7 @@ def add_legend(figure: Figure, place: str, **more: Any) -> None:
 
 
 def add_line_legend(figure: Figure, axis: Axes, count: int, nothing: str) -> None:
-    """The legend of so many lines, which says how many it leaves out; without lines, write why in the axes."""
+    """Add the legend of `count` lines, with the number of lines that it leaves out; without lines, write `nothing`."""
     if count:
         more = f"… and {count - MOST_LINES} more" if count > MOST_LINES else None
         add_legend(figure, "right upper", title=more, title_fontsize=8.5)
@@ -96,7 +96,7 @@ def explain_hatches(figure: Figure) -> None:
 
 
 def point_look(colour: str, *, hollow: bool) -> dict[str, Any]:
-    """The look of one of several points; hollow: of an oversubscribed run."""
+    """The look of a point; hollow points have a pale fill: their speed says nothing."""
     return {"color": PALE if hollow else colour, "mec": colour if hollow else INK, "mew": 0.8}
 
 
@@ -152,7 +152,7 @@ def label_text(text: str, *, most: int = _MOST_LETTERS) -> str:
     """A label for matplotlib: printable, of bounded length, and never read as a formula."""
     line = printable(" ".join(text.split()))
     if len(line) > most:
-        # In `… · optimizer.lr 0.1` the last word of the key is enough.
+        # Shorten keys to their last word: `… · optimizer.lr 0.1` becomes `… · lr 0.1`.
         line = re.sub(r"(?<=· )(?:\w+\.)+(?=\w+ )", "", line)
     if len(line) > most:
         # Keep the end: names often differ there.
@@ -182,7 +182,7 @@ def records_of(runs: DataFrame | Sequence[Mapping[str, Any]]) -> list[dict[Any, 
 
 def recipe_colours(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The colour of each run's recipe, the same in all figures of a sweep; empty if there are too many recipes."""
-    # By name, so that the order of a figure's bars does not matter.
+    # Sort recipes by size and name, so that the order of a figure's bars does not change the colours.
     ordered = sorted(groups(rows), key=lambda group: (group.world or 0, group.label, group.is_control))
     if len(ordered) > MOST_LINES:
         return {}

@@ -20,7 +20,7 @@ from titanlab.errors import ConfigError
 from titanlab.report.figures import style
 from titanlab.report.figures.traced import TracedFigure
 
-# Colours of figures, and the page's names for them; all other colours are the same on a light and on a dark page.
+# Colours of figures → the page's names for them; all other colours are the same on a light and on a dark page.
 COLOURS: Mapping[str, str] = {
     style.BLUE: "--blue",
     style.ORANGE: "--orange",
@@ -86,7 +86,7 @@ def element(figure: TracedFigure, *, name: str, title: str, description: str) ->
     root = _drawn(figure, letters="none")
     for parent in list(root.iter()):
         for child in list(parent):
-            # matplotlib's style sheet would apply to the whole page, and the page's own has the same rule.
+            # Drop matplotlib's style sheet: it would apply to the whole page, which already has this rule.
             if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
                 parent.remove(child)
     _mark(root, figure, prefix=f"{name}-")
@@ -123,7 +123,7 @@ def _drawn(figure: TracedFigure, *, letters: str) -> ElementTree.Element:
 
 
 class _no_missing_letters(warnings.catch_warnings):  # noqa: N801
-    """No warnings about letters that matplotlib's font lacks and draws as boxes; a page uses its own fonts."""
+    """Suppresses warnings about letters that matplotlib's font lacks and draws as boxes; a page uses its own fonts."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
@@ -132,7 +132,7 @@ class _no_missing_letters(warnings.catch_warnings):  # noqa: N801
 
 
 def _mark(root: ElementTree.Element, figure: TracedFigure, *, prefix: str) -> None:
-    """Give the elements of marks their sources; `prefix` belongs to ids, which are set later."""
+    """Write each mark's source into its element; with a `prefix`, remove the mark's id, which a page does not use."""
     for node in root.iter():
         mark = figure.marks.get(node.get("id", ""))
         if mark is None:
