@@ -97,7 +97,7 @@ class SlurmLauncher(Launcher):
         yield from site.check_slurm(self._config)
 
     def max_array(self, *, is_answered: bool = True) -> int:
-        # Without an answer from Slurm, a number that every site takes.
+        # If Slurm does not answer, MAX_ARRAY remains, which every site takes.
         settings = (ask_slurm("scontrol", "show", "config").output or "") if is_answered else ""
         # MaxArraySize is one more than the largest index; the first index is 0. If it is 0, sbatch refuses all arrays.
         limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", settings, re.MULTILINE)
@@ -230,7 +230,7 @@ class SlurmLauncher(Launcher):
         return frozenset(place.nodes) - frozenset(hosts(nodes)) if nodes and not nodes.startswith("(") else frozenset()
 
     def requeue_on_fewer(self, place: ProcessPlace, *, least: int, most: int) -> str | None:
-        # The request also has the tasks and the cores of the fewest nodes. Slurm changes the request of a job in the
+        # The request also names the tasks and cores of the fewest nodes. Slurm changes the request of a job in the
         # queue only, and ends this process KillWait seconds after it has requeued its job (30 by default).
         tasks = least * (place.ranks.world // len(place.nodes))
         cores = int(_job_facts(place.job_id).get("CPUs/Task") or 1) * tasks
@@ -254,7 +254,7 @@ def _has_submitit() -> bool:
 
 
 def joined_step(environ: Mapping[str, str]) -> Ranks | None:
-    """The rank of a process that the user's own srun has started as one of several; None for a single process.
+    """The rank of a process that the user's own srun has started as one of several ranks; None for a single process.
 
     A shell inside an allocation (`salloc`, or the script of `sbatch`) has Slurm's variables too, but no step with
     several tasks.
@@ -318,7 +318,7 @@ def _slurm_world(environ: Mapping[str, str]) -> int:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """The port of one step: jobs that share a node need different ones, and so do the steps of one job.
+    """The port of one step: jobs that share a node need different ports, and so do the steps of one job.
 
     All ranks of the step compute the same port. It lies below the ports that Linux gives to outgoing connections. Two
     jobs whose numbers differ by less than 12,768 never share the port of their first step, nor do the first 97 steps of
