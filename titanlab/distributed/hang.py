@@ -287,7 +287,7 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._note(outcome, record)
             if record is not None:
-                # Look up lines of code after the record is written: for thousands of collectives, torch may need seconds.
+                # Look up lines of code only now: for thousands of collectives torch may need seconds.
                 lined = self._place(with_lines=True)["collectives"]
                 # If torch's recorder does not answer in time, keep the collectives that the record has.
                 if len(lined) >= len(record.collectives):

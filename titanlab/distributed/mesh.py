@@ -85,7 +85,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     axes, folded = layout.fsdp_axes, {}
     if len(axes) > 1:
         degrees = tuple(layout.degrees()[name] for name in axes)
-        # `_unflatten` is private, the same in torch 2.10 to 2.13. Slicing a flattened dimension, the public way, is deprecated.
+        # `_unflatten` is private, the same in torch 2.10 to 2.13. Its public equivalent, slicing, is deprecated.
         unfolded = root[layout.fsdp_name]._unflatten(0, degrees, axes)
         folded = {name: unfolded[name] for name in axes}
     experts = None

@@ -99,7 +99,7 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The whole number in an environment variable. ConfigError: it is not set and has no default, or is not a number."""
+    """The whole number in an environment variable. ConfigError: it is missing, without a default, or no number."""
     text = environ.get(name)
     if text is None and default is not None:
         return default

@@ -24,7 +24,7 @@ from titanlab.errors import TitanlabError
 from titanlab.records import Outcome, OutcomeKind, StopReason
 from titanlab.system import parse_json, read_text
 
-# Kind of end by signal. If the ranks have received several signals, the one with the largest number counts.
+# The kind of outcome by signal. If the ranks have received several signals, the one with the largest number counts.
 STOPS: Mapping[int, OutcomeKind] = {
     signal.SIGINT: OutcomeKind.CANCELLED,
     signal.SIGUSR2: OutcomeKind.PREEMPTED,
@@ -76,8 +76,8 @@ class StopRequest:
 
         Args:
             active: whether a request raises; if not, it takes effect later, even if an outer block is active.
-            patience_seconds: how long to wait before raising. The launcher asks a rank to end when another rank fails; this
-                rank may fail for the same reason, and its own error should be recorded.
+            patience_seconds: how long to wait before raising: the launcher asks a rank to end when another rank fails,
+                and both may fail for the same reason. Then this rank's own error comes first.
         """
         self.ends_at_once, self._patience = active, patience_seconds
 
@@ -97,8 +97,8 @@ class StopRequest:
     def cause_of(self, number: int) -> str | None:
         """The cause, if known, of a signal that this rank or another rank has received.
 
-        Call this when the run ends, not at the signal: Linux sends SIGTERM when a thread of the launcher ends, but shows
-        another parent process only after the end of its last thread. Another launcher's rank may get its signal earlier.
+        Call this when the run ends, not at the signal: Linux sends SIGTERM when a thread of the launcher ends, but does
+        not show the launcher's death before its last thread ends. A rank of another launcher may get its signal earlier.
         """
         cause = self.cause if self.signal == number else None
         return cause or _cause(number)
@@ -208,8 +208,8 @@ def held_signals(
 
     Args:
         numbers: signals; None: the signals of `caught_signals`.
-        is_impatient: whether a Ctrl-C more than a second after the first signal raises Impatient: the block may wait for
-            a lost file server.
+        is_impatient: whether a Ctrl-C over a second after the first signal raises Impatient, because the block may wait
+            for a lost file server.
     """
     held: list[tuple[int, float]] = []
 
@@ -255,10 +255,10 @@ def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iter
             return
         told = reason() if number == signal.SIGHUP else None
         if told is not None:
-            # STOPS is searched in its order: it has SIGTERM after the signal that only a scheduler sends.
+            # For a preemption this is SIGUSR2, which only a scheduler sends: in STOPS, SIGTERM stands behind it.
             request.note(next(stop for stop, kind in STOPS.items() if kind is told.kind), told.cause)
         else:
-            # Use a signal of STOPS, because the ranks agree on one flag for each; a closed terminal counts as Ctrl-C.
+            # Use a signal of STOPS: the ranks add up one flag for each of these. A closed terminal counts as Ctrl-C.
             request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
 
     def watch_launcher() -> None:

@@ -82,7 +82,7 @@ def marked_collectives(axes: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Tracer(TorchDispatchMode):
-    # Compiled code that recomputes a transformer block wraps attention in higher-order operators, which keep RNG states.
+    # If compiled code recomputes a transformer block, attention is in higher-order operators, which keep RNG states.
     supports_higher_order_operators = True
 
     def __init__(self, axes: Mapping[str, str], note: Callable[..., None]) -> None:
@@ -99,7 +99,7 @@ class _Tracer(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not _COMPOSED.isdisjoint(types):
-            # Let the tensor's subclass run its own code: the operators of that code on plain tensors are dispatched here.
+            # Let the tensor's subclass run its own code: this method then gets that code's operators on plain tensors.
             return NotImplemented
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):

@@ -265,7 +265,7 @@ def _findings(
 
 
 def different_calls(records: Mapping[int, HangRecord]) -> Iterator[Finding]:
-    """Ranks that call different collectives under one sequence number of a group; last, a finding that names no rank."""
+    """Ranks that call different collectives under one sequence number of a group. The last finding names no rank."""
     # Keys: name and ranks of a group, because groups with one name may have different ranks; then the sequence number.
     calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
     for rank, record in records.items():
