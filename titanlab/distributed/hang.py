@@ -98,7 +98,7 @@ class StepTimes:
     """Durations of the steps of an attempt, in seconds, without the pauses between them."""
 
     def __init__(self) -> None:
-        # The first step includes compilation, so later steps are not compared with it.
+        # The first step includes compilation, so it does not count for the usual time of a step.
         self._first: float | None = None
         self._later: collections.deque[float] = collections.deque(maxlen=100)
 
@@ -113,7 +113,7 @@ class StepTimes:
         return max(LEAST_LIMIT_SECONDS, _SLOW * self._median()) if len(self._later) >= _FEWEST_STEPS else None
 
     def advice(self, key: str, limit: float | None) -> str:
-        """A text with step times, and the setting to try if this step was only slow."""
+        """A text with the times of earlier steps, and the setting to try if this step was only slow."""
         if self._first is None:
             usual, times = 0.0, "no step is complete yet"
         elif not self._later:
@@ -147,7 +147,7 @@ class _Phase(NamedTuple):
 class Watchdog:
     """Watches one rank until `close`. The start of the process has the same limit as the first step.
 
-    The training loop reports its phase, which costs one assignment; a thread compares it with the clock.
+    The training loop reports its phase, which costs one assignment; a thread compares its time with the limit.
 
     Args:
         step_seconds: limit of a step; 0: no limit; None: `StepTimes.limit`, or `first_seconds` while that is not known.
@@ -217,7 +217,7 @@ class Watchdog:
 
     @property
     def done(self) -> int:
-        """The last complete step."""
+        """The number of the last complete step."""
         return self._phase.step
 
     def record_of_error(self, error: BaseException) -> HangRecord:

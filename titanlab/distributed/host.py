@@ -47,7 +47,7 @@ def check_host(host: Host, *, accelerator: str, device: str | None, processes: i
         processes: number of processes on this host, one per device.
 
     Raises:
-        ConfigError: the host has no GPU, another one, or too few.
+        ConfigError: the host has no GPU, another kind of GPU, or too few GPUs.
     """
     if accelerator != "cuda":
         return

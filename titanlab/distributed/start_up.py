@@ -12,7 +12,7 @@ from titanlab.system import process_start, write_json
 
 FILE = "start_up.json"
 SCHEMA = 1
-# In the order of the start.
+# The phases, in the order in which an attempt begins them.
 PHASES = (
     *("launcher", "python", "recipe", "imports", "rendezvous"),
     *("model", "state", "data", "recorder", "first_step"),

@@ -98,13 +98,13 @@ class StopRequest:
         """The cause, if known, of a signal that this rank or another rank has received.
 
         Call this when the run ends, not at the signal: Linux sends SIGTERM when a thread of the launcher ends, but does
-        not show the launcher's death before its last thread ends. A rank of another launcher may get its signal earlier.
+        not show the launcher's death before its last thread ends. Another launcher's rank may get its signal earlier.
         """
         cause = self.cause if self.signal == number else None
         return cause or _cause(number)
 
     def note(self, number: int, cause: str | None) -> None:
-        """Set the flag; any thread may call it."""
+        """Set the signal and its cause; any thread may call this."""
         self.cause, self.signal = cause, number
         if self.ends_at_once and self._patience:
             timer = threading.Timer(self._patience, self._wake_main_thread)
@@ -130,7 +130,7 @@ class Impatient(TitanlabError):
 
 
 class StoppedEarly(BaseException):
-    """The run was asked to stop before its first step was done. Not an Exception, which torch would wrap. The message
+    """The run was asked to stop before its first step was done. It is no Exception: torch would wrap that. The message
     says what the run was doing, as the end of a sentence after "asked to end".
     """
 
@@ -232,7 +232,7 @@ def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iter
     One request may arrive as several signals at once: from a terminal and from a launcher, or from the kernel, which
     signals the death of a parent once for each thread of the parent.
 
-    Python handles signals in the main thread only: in another thread the flag is never set.
+    Python handles signals in the main thread only: if another thread calls this, the flag is never set.
 
     Args:
         reason: called at SIGHUP; returns the reason that the parent process has written.

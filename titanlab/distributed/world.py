@@ -33,7 +33,7 @@ class World:
     world: int  # the number of processes
     local_rank: int  # its number on its host
     device: torch.device
-    group: dist.ProcessGroup | None = None  # the process group of these collectives; None: the group of the training
+    group: dist.ProcessGroup | None = None  # the process group of these collectives; None: torch's default group
     # for a trace: the context in which parameters become tensors without data; None: they get data.
     without_data: AbstractContextManager[object] | None = None
 
@@ -43,7 +43,7 @@ class World:
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The values summed over all ranks, in place."""
+        """Sum the values over all ranks, in place. Returns the same tensor."""
         if self.world > 1:
             dist.all_reduce(values, group=self.group)
         return values
@@ -99,7 +99,7 @@ _NO_LIMIT = datetime.timedelta(days=30)
 # Longest pauses between two looks of a rank that waits for others: in a job of up to 100 ranks, and in a larger job.
 _USUAL_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 1.0, 6.0
 _LOOKS_A_SECOND = 100
-# After this time the user is told which ranks have not come.
+# A rank that waits tells the user each time after so many seconds which ranks have not come.
 _TOLD_SECONDS = 5.0
 _ALL_HERE = "titanlab/all ranks are here"
 

@@ -186,15 +186,15 @@ def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
         file = user_path(run.path.parent.parent) / FILE
         descriptor = open_to_write(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            # In one write, because several jobs may write at the same time.
+            # Write the line in one call, because several jobs may write at the same time.
             os.write(descriptor, _line(bad).encode())
         finally:
             os.close(descriptor)
 
 
 def bad_hosts(runs: Path) -> list[BadHost]:
-    """The failures, oldest first; lines that are damaged or foreign are skipped."""
-    # Imported here: a run that is started needs it only after a failure.
+    """The failures in `hosts.jsonl`, oldest first; damaged and other lines are skipped."""
+    # Imported here: the start of a run needs msgspec only after a failure.
     import msgspec
 
     found = []

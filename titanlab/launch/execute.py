@@ -290,7 +290,7 @@ class Attempts:
         config = self.job.config() if self.restart is None else to_mapping(self.restart.recipe)
         outcome = self.job.refused(error, config)
         if self._console is None:
-            # The other ranks wait for the rendezvous.
+            # Publish a rendezvous without an address: the other ranks wait for it, and then end.
             publish_meeting(self.run, Rendezvous(start=self.job.round(self.round), attempt=outcome.attempt))
             self._say_end(outcome)
         return outcome
@@ -348,7 +348,7 @@ class Attempts:
         outcome = self.called(corrected, recipe)
         self._say_end(outcome)
         if not self.members:
-            # In a smaller group the rank's number does not determine its host.
+            # Not for a smaller group: there, the rank's number does not tell on which host the rank was.
             self.remember_host(outcome)
         return outcome
 
@@ -406,7 +406,7 @@ class Attempts:
         restart, self.round = self.restart, self.round + 1
         if restart is None:
             if self._console is None:
-                # The other ranks wait for the next attempt.
+                # Tell the other ranks, which wait for the next attempt, that there is none.
                 meeting = Rendezvous(start=self.job.round(self.round), reason=why_not or "has ended")
                 publish_meeting(self.run, meeting)
             return False

@@ -80,7 +80,7 @@ class Job:
         return self.place.restart > 0 and (made_by.get("token"), made_by.get("index")) == own
 
     def is_done(self) -> bool:
-        """Whether the run is done already; if so, this is printed."""
+        """Whether the run is done already; if so, prints a line that says so."""
         done = self.run.result()
         if done is None or done.kind is not OutcomeKind.DONE:
             return False
@@ -193,7 +193,7 @@ class Rendezvous:
 
 
 def publish_meeting(run: RunFolder, meeting: Rendezvous) -> None:
-    """Write the file that the other ranks poll for: in the attempt's folder, or without an attempt in the run's."""
+    """Write the file for which the other ranks poll, into the attempt's folder; without an attempt, into the run's."""
     folder = run.attempt_folder(meeting.attempt) if meeting.attempt else run.path
     write_json(folder / MEETING_FILE, {"schema": 1, **asdict(meeting)})
 

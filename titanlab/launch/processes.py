@@ -61,7 +61,7 @@ class Escalation:
     """Decides when ranks of this host must be killed, because a request to stop has no effect; records ranks that hang.
 
     Args:
-        world: number of ranks of the run; those on other hosts count too.
+        world: number of ranks of the run, including those on other hosts.
 
     Attributes:
         signals: those that this process has got.
@@ -92,7 +92,7 @@ class Escalation:
         self.unsent: list[int] = []
 
     def asked(self, kind: OutcomeKind, cause: str) -> None:
-        """Note a stop request; a second one, over a second later, means that the user does not want to wait."""
+        """Note a stop request. A second request, over a second later, means that the user does not want to wait."""
         now = self._clock()
         if self._asked is None:
             self._asked, self._asked_at, self._effect_at = (kind, cause), now, now
@@ -116,7 +116,7 @@ class Escalation:
         """
         now = self._clock()
         if self._answer_due:
-            # Answered here, because a signal's handler must not print.
+            # Answer the user here, because a signal's handler must not print.
             self._answer_due = False
             state, _ = self._state()
             if state in ("running", "saving"):
@@ -354,7 +354,7 @@ def wait_for(
 ) -> dict[int, int]:
     """Wait until the ranks of this host have ended, or end all after the failure of one.
 
-    Returns the exit codes of those that failed, by rank.
+    Returns the exit codes of the ranks that failed, by rank.
 
     Args:
         since: seconds since the epoch; older notes of hangs are from earlier attempts.
@@ -399,7 +399,7 @@ def _each(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalat
 def _forked(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalation) -> RankProcesses | int:
     """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`).
 
-    Returns an exit code if the process has failed before the ranks were forked.
+    Returns the forking process's exit code if it has failed before the ranks were forked.
     """
     reading, writing = os.pipe()
     forking = subprocess.Popen(

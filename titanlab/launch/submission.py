@@ -166,7 +166,7 @@ class Submission:
         """The arguments of the interpreter for every task of a job.
 
         Args:
-            index: of the job; None: each task reads its own from the environment (`Launcher.place_in`).
+            index: the job's; None: each task reads the index of its job from the environment (`Launcher.place_in`).
         """
         # -P: a clone in the current folder must not be imported instead of the snapshot.
         words = ["-P", "-m", "titanlab.launch.task", str(sweep), self.token]

@@ -142,7 +142,7 @@ def _follow(job: Job) -> int:
         else:
             stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
             code = watched(job, recipe, meeting, stop)
-            # Wait for the result: when a rank leaves earlier, the scheduler may end rank 0, which writes it.
+            # Wait for the result: if a rank leaves earlier, the scheduler may end rank 0, which writes the result.
             seconds = ALONE_SECONDS if survives(job, recipe) else RESULT_SECONDS
             outcome = await_result(job.run, meeting.attempt, job.place.ranks.world, seconds=seconds)
         if outcome is None:

@@ -139,7 +139,7 @@ def meaning(
     return launcher.stop_reason(signal.Signals(number).name, place, signal_seconds=signal_seconds)
 
 
-# When another rank has failed, a worker has this time to record its own state; after a hang it first writes its stacks.
+# After another rank's failure, a worker has this time to record its own state; after a hang also to write its stacks.
 GRACE_SECONDS = 5.0
 HANG_GRACE_SECONDS = ANSWER_SECONDS
 # A worker has this time to end after the result is on disk.

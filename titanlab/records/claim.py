@@ -1,4 +1,4 @@
-"""An exclusive lock on a folder. One process at a time holds the lock; it is released at the latest when it ends."""
+"""An exclusive lock on a folder. One process at a time holds it; when that process ends, the lock is released."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def name_holder(descriptor: int) -> None:
 
 
 def holder(descriptor: int) -> tuple[str, str]:
-    """The process that holds a lock, from its file, and a clause that says if that process is stopped; else empty."""
+    """The process that holds a lock, from the lock file; and a clause that says if it is stopped, otherwise empty."""
     name = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
     known = re.fullmatch(_HOLDER, name)
     is_here = known is not None and known[2] == socket.gethostname()

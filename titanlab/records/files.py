@@ -99,7 +99,7 @@ MOST_DEPTH = 200
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes block style, keeps the order of fields, and quotes text that a reader could take for a number."""
+    """Writes block style, keeps the order of fields, and quotes texts that a reader could take for numbers."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True  # Anchors such as `&id001` are hard to read.
@@ -112,7 +112,7 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         # PyYAML reads 1e-5 as text, OmegaConf (like YAML 1.2) as a number; both read '1e-5' as text.
         style = "'"
     if _BREAKS.search(value):
-        # PyYAML writes these breaks as they are between quotes of other styles, and reads them as spaces.
+        # Only in double quotes PyYAML escapes these breaks; otherwise it would read them as spaces.
         style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -185,7 +185,7 @@ def _section(text: str) -> bytes | None:
 
 
 def parse_yaml(text: str) -> Any:
-    """The values of a YAML, which may come from a stranger.
+    """The values of a YAML text, which may come from a stranger.
 
     Raises:
         ValueError: the text is not YAML, or `yaml_excess` refuses it. The message is one line.
@@ -199,16 +199,16 @@ def parse_yaml(text: str) -> Any:
 
 
 def yaml_excess(text: str) -> str | None:
-    """Why a YAML is too large or too deep to read, in words; None if it can be read.
+    """Why a YAML text is too large or too deep to read, in words; None if it can be read.
 
     libyaml's loader overflows the stack of the process on deep nesting (PyYAML 6), and nine lines with aliases (`&a`,
-    `*a`) can stand for a billion values. The parser's events show both before anything is made.
+    `*a`) can stand for a billion values. The parser's events show depth and aliases before any value is made.
     """
-    # Every level needs a bracket, or a column of a line.
+    # Every level of nesting needs a bracket, or a further column of indentation.
     deepest = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
     if deepest <= MOST_DEPTH and not ("&" in text and "*" in text):
         return None
-    # The anchors of the open collections.
+    # The anchors of the collections that are open; None for a collection without an anchor.
     anchors: list[str | None] = []
     aliases = 0
     for event in yaml.parse(text, Loader=_LOADER):

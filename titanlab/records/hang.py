@@ -75,7 +75,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The send or receive of a pipeline for which a rank waits."""
+    """The send or receive of a pipeline for which a rank waits; `peer`: the rank at the other end."""
 
     operation: str
     what: str
@@ -219,7 +219,7 @@ def diagnose(
     others = {rank: wait for rank, wait in waits.items() if rank not in ranks}
     if ranks and others:
         text += f"; {_listed(others)}"
-    # Put the ranks first that wait for a named rank; if no rank is named, those whose collective all ranks have called.
+    # First, ranks that wait for a named rank; if no rank is named, ranks whose collective all ranks have called.
     ordered = sorted(others.values(), key=lambda wait: not wait.on & set(ranks) if ranks else bool(wait.on))
     pending = next((wait.text for wait in ordered if wait.text), None)
     return Diagnosis(verdict=text, ranks=ranks, pending=pending, waits=waits)
@@ -265,7 +265,7 @@ def _findings(
 
 
 def different_calls(records: Mapping[int, HangRecord]) -> Iterator[Finding]:
-    """Ranks that call different collectives under one sequence number of a group. The last finding names no rank."""
+    """Ranks that call different collectives under one sequence number of a group. Findings without a rank come last."""
     # Keys: name and ranks of a group, because groups with one name may have different ranks; then the sequence number.
     calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
     for rank, record in records.items():
@@ -397,7 +397,7 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
             on = late(call.group, record.group_of(call).ranks, 0 if call.is_message else call.sequence)
             found.append(Wait(text=f"{call.operation} {record.place(call)}", on=on, call=call, at=at))
         if not found and rank in in_ring:
-            # No list of collectives contains the messages of a ring.
+            # The list of collectives does not contain the messages of a ring.
             ring = next((group.ranks for group in record.groups.values() if group.axis == "context"), ())
             outside = frozenset(peer for peer in ring if peer in absent or (peer in records and peer not in in_ring))
             return Wait(text="a receive of the ring (context)", on=outside, at=at)
@@ -463,7 +463,7 @@ def _agreeing(phrase: object, count: int) -> str:
 def rank_rows(
     diagnosis: Diagnosis, records: Mapping[int, HangRecord], others: Mapping[int, str], *, world: int
 ) -> list[dict[str, Any]]:
-    """One row for each rank; all have the same keys.
+    """One row for each rank; all rows have the same keys, `_COLUMNS`.
 
     Args:
         others: by rank without a record, what is known of it.
@@ -495,7 +495,7 @@ def rank_rows(
     return rows
 
 
-# `seconds`: how long the last collective took, or has been pending.
+# The keys of a row. `seconds`: how long the last collective took, or has been pending.
 _COLUMNS = (
     *("rank", "is_named", "state", "phase", "step", "last", "is_done", "sequence", "created", "started", "ended"),
     *("called_in", "seconds", "waits_for", "place", "stack"),

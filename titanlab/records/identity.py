@@ -88,7 +88,7 @@ def _plain(value: Any, declared: Any) -> Any:
         values = {}
         for name, kind, before in _hashed_fields(type(value)):
             plain = _plain(getattr(value, name), kind)
-            # Compare as text, because in Python True == 1 == 1.0.
+            # Compare the values as text, because in Python True == 1 == 1.0.
             if not before or canonical_json(plain) != before:
                 values[name] = plain
         return values
@@ -111,7 +111,7 @@ def _plain(value: Any, declared: Any) -> Any:
 
 @functools.cache
 def _hashed_fields(schema: type) -> tuple[tuple[str, Any, str], ...]:
-    """Name, declared type and `before` value (as JSON; empty: none) of each field of the identity."""
+    """Name, declared type and `before` value (JSON text; empty: none) of each field that is hashed."""
     declared = typing.get_type_hints(schema)
     return tuple(
         (

@@ -77,8 +77,8 @@ class Outcome:
     attempt: int = 1
     rank: int | None = None  # the rank that failed; None if none failed
     cause: str | None = None  # first line of the error; None for a run that is done
-    traceback: str | None = None  # of the failing rank
-    exit_code: int | None = None  # of the failing process; -N if signal N ended it; None if unknown
+    traceback: str | None = None  # traceback or last output of the failing rank
+    exit_code: int | None = None  # the failing process's; -N if signal N ended it; None if unknown
     echo: bool = False  # a secondary failure (a lost connection, a forwarded signal): another process has the cause
     ended: float = field(default_factory=time.time)  # seconds since the epoch
     metrics: Mapping[str, Any] = field(default_factory=dict)  # medians, last loss, …, named as in metrics.jsonl
@@ -265,7 +265,7 @@ def from_exit(
 
     Args:
         code: 128+N (from a shell) and -N (from Python) both mean that signal N ended the process.
-        memory: evidence about SIGKILL, see `MemoryKills.evidence`; None: there is none.
+        memory: evidence about SIGKILL, see `MemoryKills.evidence`; None: no evidence.
     """
     number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
     # Exit code 0 without a result is not a success: an out-of-memory handler may end a process with 0.
@@ -286,7 +286,7 @@ def from_exit(
         attempt=attempt,
         cause=cause,
         exit_code=code if number is None else -number,
-        # Somebody has stopped all processes of the run.
+        # A secondary failure: somebody has stopped all processes of the run.
         echo=number is not None and kind is OutcomeKind.CANCELLED,
     )
 

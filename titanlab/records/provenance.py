@@ -32,7 +32,7 @@ _CODE_SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".toml")
 class GitState:
     """The commit, and how the code differs from it."""
 
-    sha: str | None  # None in a repository without commits
+    sha: str | None  # hash of the commit; None in a repository without commits
     branch: str | None  # None for a detached HEAD
     dirty: bool  # whether tracked files differ from the commit, or untracked code exists
     untracked: tuple[str, ...]  # untracked files with code

@@ -1,7 +1,7 @@
 """The folder of a run, `runs/<sweep>/<name>-<hash8>/`. docs/run-folder.md has the schema of every file.
 
 The process that submits the run, or that launches its ranks, makes the folder. One rank writes metrics, status and
-result; every rank may write a record of its own failure.
+result. Every rank may write a record of its own failure.
 
 metrics.jsonl has one JSON object a line; one rank appends rows, and others may read at the same time. Every row has
 `kind`, `step`, `attempt` and `time`. The first row of an attempt has the kind `attempt`, and its step is the step that
@@ -215,7 +215,7 @@ class RunFolder:
         return max(self.attempts(), default=0)
 
     def chosen_attempt(self, number: int | None) -> int:
-        """The attempt with the number that a user gives, or the newest; 0: no number is given, and none exists."""
+        """The number of the attempt that the user names, or of the newest; 0: none is named, and none exists."""
         known = self.attempts()
         if number is None:
             return self.newest_attempt()

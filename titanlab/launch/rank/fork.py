@@ -104,7 +104,7 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
 
 
 def _fork_each(first: Ranks, logs: Path, *, terminal: bool) -> tuple[bool, dict[int, int]]:
-    """Fork every rank, with its environment, log and name. Returns whether this is a rank, and process numbers by rank.
+    """Fork every rank, with its environment, log and name. Returns whether this process is one, and pids by rank.
 
     Args:
         terminal: rank 0 writes to the terminal, and has no log of its own.

@@ -78,7 +78,7 @@ def import_techniques(recipe: Recipe) -> None:
         if recipe.layout.pipeline > 1:
             importlib.import_module("titanlab.parallelism.pipeline")
         if recipe.precision.layer_class:
-            # torchao alone takes seconds.
+            # The import of torchao alone takes seconds.
             import_quietly(recipe.precision.layer_class.rpartition(".")[0])
 
 
@@ -104,7 +104,7 @@ def _frames_know_their_module() -> Iterator[None]:
         inspect.getmodule = searched
 
 
-# A stop request before the first step takes effect after this time.
+# A stop request before the first step takes effect after this time, so that this rank's own error comes first.
 EARLY_SECONDS = 1.0
 
 
@@ -187,7 +187,7 @@ def main(
 
 def _read_recipe(run: RunFolder, attempt: int | None, config_line: str | None = None) -> Recipe:
     config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
-    # This imports the schemas of all options.
+    # `from_mapping` imports the schemas of all options.
     with kept_imports():
         return from_mapping(config)
 
@@ -255,7 +255,7 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | N
     if is_impatient:
         lost = run.lost_steps(step)
         cause = f"interrupted again, so it has not saved{lost and f'; {lost}'}"
-        # The place of the error does not matter: the rank was stopped, or lost the connection to such a rank.
+        # The place of the error does not matter: this rank was stopped, or lost the connection to a stopped rank.
         note = replace(note, cause=cause, traceback=None, echo=False)
     is_reported = note.echo or disk_fault(error) is not None
     if note.attempt:

@@ -24,7 +24,7 @@ from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, su
 
 # A call of sbatch that takes longer is killed; then `find` looks for its jobs in the queue.
 _SBATCH_SECONDS = 120
-# srun's --wait: how long tasks may run after the first one has ended. A rank may save longer than another.
+# srun's --wait: how long tasks may run after the first one has ended. Some ranks save for longer than others.
 _WAIT_SECONDS = 600
 # A failing line of the preamble ends the job, because the run would lack what the line provides. Lines of files that
 # the preamble sources may fail.

@@ -3,9 +3,9 @@
 Slurm is asked by job numbers, but only lines whose job name ends with the submission's token are used: after a reset
 Slurm counts from the beginning, and another job may have the same number.
 
-A process of a job runs scontrol here, or outside its container by the shell of the batch file. Images seldom contain
-Slurm's commands, and rarely those of the site's version. A job with a container therefore asks by files: the process
-writes the arguments, and a loop in the batch file runs scontrol with them.
+A process of a job runs scontrol itself, unless the job has a container: images seldom contain Slurm's commands, and
+rarely those of the site's version. Then the process writes the arguments into a file, and a loop in the batch file,
+outside the container, runs scontrol with them.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def scontrol(*words: str, seconds: float) -> CommandResult | None:
     folder = os.environ.get(QUESTIONS)
     if folder is not None and (answer := _asked_outside(Path(folder), words, seconds)) is not None:
         return answer
-    # Also used if the node of the batch file is lost: the image may contain scontrol.
+    # Try it here even if the node of the batch file is lost: the image may contain scontrol.
     return run_command("scontrol", *words, seconds=seconds, environ={**os.environ, **_FORMAT})
 
 
@@ -288,7 +288,7 @@ def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
 _FRESH_SECONDS = 60.0
 _WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split())
 _ALIVE = frozenset("RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split())
-# --all: also partitions that squeue hides by default.
+# --all: list jobs of those partitions too that squeue hides by default.
 _QUEUE = ("squeue", "--noheader", "--all", "--array", "--states=all")
 _SQUEUE = "--format=%j|%F|%K|%A|%T|%r|%M|%N"
 _SACCT = "--format=JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
@@ -416,7 +416,7 @@ def _state(raw: str) -> str:
 
 
 def _exit_code(text: str) -> int | None:
-    """Slurm's `CODE:SIGNAL`."""
+    """The exit code in Slurm's `CODE:SIGNAL`; -N for signal N."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     # A larger number is not a signal: Slurm writes 0:125 when a job exceeds its memory.
     if match is None or int(match[2]) > 64:

@@ -49,11 +49,11 @@ from titanlab.launch.submission import JobShape, Submission, jobs_folder, token_
 from titanlab.records import OutcomeKind
 from titanlab.system import Finding
 
-# Slurm sets them for --gpus-per-task and --gpu-bind.
+# Variables that Slurm sets for --gpus-per-task and --gpu-bind.
 _GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 # The largest array, whatever a site allows; more jobs are split into several arrays.
 MAX_ARRAY = 1000
-# Arrays in one call of scancel, to limit the length of its command line.
+# The most arrays in one call of scancel, to limit the length of its command line.
 _MAX_WORDS = 500
 _CANCEL_SECONDS = 60.0
 # Errors of scancel about single jobs that have already ended; the other jobs have been signalled.
@@ -70,7 +70,7 @@ class SlurmLauncher(Launcher):
     """Jobs of a Slurm cluster.
 
     Args:
-        config: for the jobs that are submitted.
+        config: the config of the jobs that are submitted.
     """
 
     has_scheduler = True
@@ -174,7 +174,7 @@ class SlurmLauncher(Launcher):
         )
 
     def addresses(self, place: ProcessPlace, environ: Mapping[str, str]) -> Iterator[str]:
-        # This process runs on the first node; its name may not resolve.
+        # This process runs on the first node. Networks may not resolve the node's name: then give its address.
         node = environ.get("SLURMD_NODENAME") or place.nodes[0]
         yield node
         if (address := node_address(node)) is not None:
@@ -200,7 +200,7 @@ class SlurmLauncher(Launcher):
         elif int(facts.get("Restarts") or 0) > place.restart:
             kind, cause = OutcomeKind.PREEMPTED, f"{job} is put back into the queue ({signal_name})"
         elif why == "NodeDown" or state in ("NODE_FAIL", "BOOT_FAIL"):
-            # The other nodes can save; the scheduler reports the lost node after the end.
+            # No NODE_FAIL: the ranks on other nodes can save. The scheduler reports the lost node after the job's end.
             kind, cause = OutcomeKind.PREEMPTED, f"a node of {job} failed ({signal_name})"
         elif why == "TimeLimit" or state == "TIMEOUT":
             kind, cause = OutcomeKind.WALLTIME, f"the time limit of {job} is reached ({signal_name})"
@@ -297,8 +297,8 @@ def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", tasks):
         counts += [int(match[1])] * int(match[2] or 1)
     node = number(environ, "SLURM_NODEID", 0)
-    # Whether the only GPU that this task sees belongs to this task alone. Without such a variable, compare with the
-    # driver, which shows all GPUs of the node (in a container perhaps not).
+    # A task that sees only one GPU has it alone if a variable of _GPUS_OF_A_TASK is set, or if the driver shows several
+    # GPUs: it shows all GPUs of the node (in a container perhaps not).
     is_bound = world > 1 and "CUDA_VISIBLE_DEVICES" in environ
     return Ranks(
         rank=number(environ, "SLURM_PROCID"),
