@@ -17,7 +17,7 @@ EXPERT_AXES = ("expert_shard", "expert")
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All ranks by the axes of their layout."""
+    """All ranks of a run, arranged along the axes of their layout."""
 
     layout: Layout
     # one named dimension for each axis, outermost first, even for a degree of 1. The axes over which FSDP2 shards form
@@ -25,8 +25,8 @@ class Mesh:
     root: DeviceMesh
     # one mesh for each axis that the dimension `layout.fsdp_name` joins; empty if it is a single axis.
     folded: Mapping[str, DeviceMesh]
-    # the same ranks for the parameters of experts: `pipeline`, `replicate`, `expert_shard`, `expert`; None without
-    # expert parallelism.
+    # a mesh of the same ranks for the parameters of experts, with the dimensions `pipeline`, `replicate`,
+    # `expert_shard` and `expert`; None without expert parallelism.
     experts: DeviceMesh | None = None
 
     @functools.cached_property
@@ -77,7 +77,7 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """The mesh of all ranks. It is a collective call: all ranks make it together."""
+    """Build the mesh of all ranks; a collective call: all ranks make it together."""
     sizes: dict[str, int] = {}
     for name, degree in layout.degrees().items():
         sizes.update({layout.fsdp_name: layout.fsdp} if name in FSDP_AXES else {name: degree})
@@ -85,7 +85,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     axes, folded = layout.fsdp_axes, {}
     if len(axes) > 1:
         degrees = tuple(layout.degrees()[name] for name in axes)
-        # `_unflatten` is private, the same in torch 2.10 to 2.13. Its public equivalent, slicing, is deprecated.
+        # `_unflatten` is private, the same in torch 2.10 to 2.13. Slicing, which is public, is deprecated for this.
         unfolded = root[layout.fsdp_name]._unflatten(0, degrees, axes)
         folded = {name: unfolded[name] for name in axes}
     experts = None

@@ -49,7 +49,7 @@ class World:
         return values
 
     def gather(self, value: T) -> list[T]:
-        """A small picklable value of every rank, by rank, on every rank."""
+        """Gather a small picklable value of every rank. Returns the values by rank, on every rank."""
         if self.world == 1:
             return [value]
         values: list[T] = [value] * self.world
@@ -57,7 +57,7 @@ class World:
         return values
 
     def collect(self, value: T) -> list[T]:
-        """A picklable value of every rank, by rank, on rank 0; an empty list on the other ranks."""
+        """Gather a picklable value of every rank. Returns the values by rank on rank 0, an empty list on the others."""
         if self.world == 1:
             return [value]
         values: list[T] | None = [value] * self.world if self.logs else None
@@ -99,7 +99,7 @@ _NO_LIMIT = datetime.timedelta(days=30)
 # Longest pauses between two looks of a rank that waits for others: in a job of up to 100 ranks, and in a larger job.
 _USUAL_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 1.0, 6.0
 _LOOKS_A_SECOND = 100
-# A rank that waits tells the user each time after so many seconds which ranks have not come.
+# After this time a waiting rank tells the user which ranks have not come, and later if that changes.
 _TOLD_SECONDS = 5.0
 _ALL_HERE = "titanlab/all ranks are here"
 

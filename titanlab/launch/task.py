@@ -38,7 +38,7 @@ CLAIM_AGAIN_SECONDS = 30.0
 CLAIM_DEAD_SECONDS = 150.0
 # After this time without a result, ranks of a job that survives the loss of a node ask whether rank 0 is lost.
 ALONE_SECONDS = 30.0
-# A rank that was left out ends after this time without a sign of rank 0.
+# A rank that was left out ends if rank 0 shows no sign of life for this time.
 _LEFT_OUT_SECONDS = 60.0
 
 

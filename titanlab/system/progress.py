@@ -82,7 +82,7 @@ def live_line(
 
 
 def kept_line(progress: Progress, *, columns: int) -> str:
-    """The line of a log, if it is shorter than `columns`; otherwise its most important numbers, shortened."""
+    """The line of a log, if the line is shorter than `columns`; otherwise its most important numbers, shortened."""
     line = plain_line(progress)
     return line if len(line) < columns else _fitting(progress, columns - 1, PLAIN)
 

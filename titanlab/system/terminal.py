@@ -205,7 +205,7 @@ class Console:
         self._block(title, rows, border="cyan")
 
     def step(self, progress: Progress) -> None:
-        """Redraw the progress line after a step, at most five times a second; else print nothing."""
+        """After a step, redraw the progress line, if there is one, at most five times a second."""
         with self._lock:
             self._latest = progress
             is_due = self._clock() - self._drawn_at >= _REDRAW_SECONDS
@@ -365,7 +365,7 @@ class Console:
             color_system="standard" if coloured else None,
             width=columns_of(self._stream) - 1,
             legacy_windows=False,
-            # This console's TERM may differ from the process's, where a dumb terminal would have 80 columns for rich.
+            # Give rich this console's TERM, which may differ from the process's: rich takes 80 columns for `dumb`.
             _environ=self._environ,
         )
         lines = box.ROUNDED if self._unicode else box.ASCII
