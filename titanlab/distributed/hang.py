@@ -1,9 +1,9 @@
 """When a rank hangs: how it ends, what it leaves behind, and the verdict over all ranks.
 
-The watchdog of a rank ends it if its step does not end: all stacks in its log, a note of the cause, a record for the
-diagnosis, exit code 71. It does the same as soon as another rank has left such a note. The process that started a rank
-runs on the same host: if the rank writes no note, that process writes one for it. `since` is when the ranks were
-started, in seconds since the epoch: older notes are of earlier attempts.
+If a step does not end, the watchdog of a rank writes all stacks to its log, a note of the cause and a record for the
+diagnosis, and ends the rank with exit code 71. It does the same as soon as another rank has left such a note. If a rank
+writes no note, the process that started it, which runs on the same host, writes one for it. `since` is when the ranks
+were started, in seconds since the epoch: older notes belong to earlier attempts.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from titanlab.system import STOPPED, process_state, trimmed
 
 STEP_KEY = "training.step_timeout_seconds"
 FIRST_STEP_KEY = "training.first_step_timeout_seconds"
-# A step hangs if it takes at least this many times the usual time; a shorter one may only be slow.
+# A step hangs if it takes at least this many times the usual time; a shorter step may only be slow.
 _SLOW = 10
-# The limit of a step if the config has none: the larger of this and _SLOW times the median step, once enough are known.
+# If the config sets no limit: the larger of this and _SLOW times the median step, once _FEWEST_STEPS steps are known.
 LEAST_LIMIT_SECONDS = 60.0
 _FEWEST_STEPS = 3
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -62,23 +62,23 @@ _OWN_FILE_MODULES = (
     *("records/files.py", "records/run_folder.py", "records/claim.py", "records/outcome.py"),
 )
 _TORCH_FILE_MODULES = ("torch/distributed/checkpoint/", "torch/serialization.py")
-# Longest time between two checks; with short limits the thread checks more often.
+# Longest time between two checks of the watchdog's thread; with short limits it checks more often.
 _LOOK_SECONDS = 2.0
 # With more than 512 ranks each rank checks less often, to spare the file server, but often enough for ANSWER_SECONDS.
 _LOOKS_A_SECOND = 128
 _MOST_LOOK_SECONDS = 5.0
-# How long the main thread's CPU time is measured; a thread that computes has a core for at least this share of it.
+# How long the main thread's CPU time is measured. A thread that computes has a core for at least _BUSY_SHARE of it.
 BUSY_SECONDS = 0.5
 _BUSY_SHARE = 0.1
-# Between the note and the exit: the other ranks, which wait for this one, write their own stacks meanwhile.
+# Time between the note and the exit, in which the other ranks, which wait for this rank, write their own stacks.
 LINGER_SECONDS = 5.0
-# If native code holds the GIL, so that no thread can run, the timer of faulthandler ends the process this much later
-# than the thread would: stacks, exit code 1, no note.
+# If native code holds the GIL, the watchdog's thread cannot run. Then the timer of faulthandler ends the process, this
+# much later than the thread would: with stacks and exit code 1, without a note.
 _NATIVE_MARGIN_SECONDS = 15.0
-# The text that faulthandler writes when its timer ends a process.
+# The beginning of the text that faulthandler writes when its timer ends a process.
 NATIVE_SIGN = "Timeout ("
 _FRAMES = 60
-# Time for a rank's own note after another rank's note of a hang.
+# After one rank's note of a hang, every other rank has this time to write its own note.
 ANSWER_SECONDS = 8.0
 _POLL_SECONDS = 0.2
 # Time for a process that is blocked in native code to write its stacks into its log.
@@ -98,7 +98,7 @@ class StepTimes:
     """Durations of the steps of an attempt, in seconds, without the pauses between them."""
 
     def __init__(self) -> None:
-        # The first step includes compilation, so later steps are not compared with it.
+        # The first step includes compilation, so it does not count for the usual time of a step.
         self._first: float | None = None
         self._later: collections.deque[float] = collections.deque(maxlen=100)
 
@@ -113,7 +113,7 @@ class StepTimes:
         return max(LEAST_LIMIT_SECONDS, _SLOW * self._median()) if len(self._later) >= _FEWEST_STEPS else None
 
     def advice(self, key: str, limit: float | None) -> str:
-        """A text with step times, and the setting to try if this step was only slow."""
+        """A text with the times of earlier steps, and the setting to try if this step was only slow."""
         if self._first is None:
             usual, times = 0.0, "no step is complete yet"
         elif not self._later:
@@ -135,7 +135,7 @@ class StepTimes:
 
 
 class _Phase(NamedTuple):
-    """What a rank does since `begin`, for at most `limit` seconds (config key `key`); step: the last complete step."""
+    """What a rank does since `begin`, for at most `limit` seconds (set by `key`); `step`: the last complete step."""
 
     where: str
     step: int
@@ -145,17 +145,17 @@ class _Phase(NamedTuple):
 
 
 class Watchdog:
-    """Watches one rank until `close`; the start of the process counts as a first step.
+    """Watches one rank until `close`. The start of the process has the same limit as the first step.
 
-    The training loop reports its phase, which costs one assignment; a thread compares it with the clock.
+    The training loop reports its phase, which costs one assignment; a thread compares its time with the limit.
 
     Args:
-        step_seconds: limit of a step; 0: no limit; None: `StepTimes.limit`, and `first_seconds` until it is known.
+        step_seconds: limit of a step; 0: no limit; None: `StepTimes.limit`, or `first_seconds` while that is not known.
         first_seconds: limit of the start, of the first step and of pauses; None: no limit.
-        note: called with the outcome of a rank that hangs, and with its record for the diagnosis (None: there is none),
-            before the process ends.
-        world: number of ranks that look for notes of others.
-        is_asked: whether another rank hangs, so that this rank must write its note too.
+        note: called before the process of a rank that hangs ends, with the rank's outcome and its record for the
+            diagnosis (None: there is no record).
+        world: number of ranks of the run, which all look for notes in its folder.
+        is_asked: returns whether another rank hangs, so that this rank must write its note too.
         idle_waits: whether a rank that waits for others leaves its CPU core idle; with a GPU it polls.
     """
 
@@ -185,11 +185,11 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def learn(self, place: Callable[..., Mapping[str, Any]]) -> None:
-        """Take the function that gives the fields of this rank's record that torch knows; see `topology`."""
+        """Set the function that gives those fields of this rank's record that torch knows; see `topology`."""
         self._place = place
 
     def step(self, step: int) -> None:
-        """Note that a step begins; all steps before it are complete."""
+        """Tell the watchdog that a step begins; all steps before it are complete."""
         now = time.monotonic()
         if self._stepped:
             self._times.add(now - self._phase.begin)
@@ -203,7 +203,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def pausing(self, what: str, step: int) -> Iterator[None]:
-        """Inside the block, work between steps may take longer than a step."""
+        """Inside the block, the limit is `first_seconds`: work between steps may take longer than a step."""
         before, begin = self._phase, time.monotonic()
         self._phase = _Phase(f"{what} after step {step}", step, begin, self._first_seconds)
         try:
@@ -212,12 +212,12 @@ class Watchdog:
             self._phase = before._replace(begin=before.begin + time.monotonic() - begin)
 
     def ending(self, step: int) -> None:
-        """Note that no step follows; the rest may take as long as a pause."""
+        """Tell the watchdog that no step follows; the rest may take as long as a pause."""
         self._phase = _Phase(f"the end after step {step}", step, time.monotonic(), self._first_seconds)
 
     @property
     def done(self) -> int:
-        """The last complete step."""
+        """The number of the last complete step."""
         return self._phase.step
 
     def record_of_error(self, error: BaseException) -> HangRecord:
@@ -247,17 +247,17 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _end(self, phase: _Phase, *, since: float | None = None) -> NoReturn:
-        """Write down where this rank is, and end it; `since`: seconds in the phase, if another rank reached its limit.
+        """Record where this rank is, and end its process; `since`: seconds in the phase, if another rank hangs.
 
-        A rank that waits for others, for a collective or its device, is a secondary failure (`echo`). A rank that is
-        anywhere else, or that computes, keeps the others waiting.
+        A rank that waits for a collective or for its device is a secondary failure (`echo`). A rank that is anywhere
+        else, or that computes, keeps the others waiting.
         """
-        # The process ends even if writing the note hangs, on a file system that does not respond.
+        # This timer ends the process even if the note cannot be written because the file system does not respond.
         faulthandler.dump_traceback_later(BUSY_SECONDS + LINGER_SECONDS + _NATIVE_MARGIN_SECONDS, exit=True)
         is_busy = self._idle_waits and main_thread_is_busy()
         frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0]))
         lines = _code_lines(frames)
-        # The caller of `queue.get` tells more than `queue.get`.
+        # Skip the standard library: the caller of `queue.get` tells more than `queue.get`.
         line = next((line for line in lines if not _is_standard(line.file)), lines[0])
         state: RankState = "waits" if waits_for_others(line.file) else "stands"
         if is_busy:
@@ -287,9 +287,9 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._note(outcome, record)
             if record is not None:
-                # torch may take seconds to look up the lines of thousands of collectives; the record is written before.
+                # Look up lines of code only now: for thousands of collectives torch may need seconds.
                 lined = self._place(with_lines=True)["collectives"]
-                # A recorder that does not answer in time must not cost the record its collectives.
+                # If torch's recorder does not answer in time, keep the collectives that the record has.
                 if len(lined) >= len(record.collectives):
                     self._note(outcome, replace(record, collectives=lined))
         time.sleep(max(noted + LINGER_SECONDS - time.monotonic(), 0.0))
@@ -333,7 +333,7 @@ def _without_folder(line: CodeLine) -> CodeLine:
 
 
 def innermost_own(lines: Iterable[CodeLine]) -> CodeLine | None:
-    """The innermost line of titanlab or of the user, of lines with the innermost first."""
+    """The innermost line of titanlab or of the user; `lines` begin with the innermost line."""
     torch = f"{os.sep}torch{os.sep}"
     own = (line for line in lines if not _is_standard(line.file) and torch not in line.file)
     return next(map(_without_folder, own), None)
@@ -364,7 +364,7 @@ def _is_standard(file: str) -> bool:
 
 
 def waits_for_others(file: str) -> bool:
-    """Whether a source file computes or communicates: one of torch or titanlab that does not read or write files."""
+    """Whether a rank in this source file waits for others: torch's and titanlab's files, except those for file I/O."""
     if file.startswith(_PACKAGE):
         return not file.removeprefix(_PACKAGE).startswith(_OWN_FILE_MODULES)
     is_torch = f"{os.sep}torch{os.sep}" in file
@@ -372,7 +372,7 @@ def waits_for_others(file: str) -> bool:
 
 
 def hangs_of_others(run: RunFolder, rank: int | None, *, since: float) -> list[Outcome]:
-    """Notes of hangs in the run's newest attempt by all ranks but this one; empty if the notes cannot be read."""
+    """Notes of hangs in the run's newest attempt, except those of `rank`; empty if the notes cannot be read."""
     try:
         notes = run.failures(run.newest_attempt())
     except (OSError, ValueError):
@@ -384,11 +384,11 @@ def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world:
     """If ranks hang, wait until every rank has a note; write the note for a rank of this host that writes none.
 
     Args:
-        pids: process by rank, for the ranks of this host that have not ended.
+        pids: process numbers by rank, of the ranks of this host that have not ended.
         world: number of ranks of the run; None: do not wait for other hosts' ranks.
 
     Returns:
-        whether a rank of this host wrote none: it must be killed before it can write another note.
+        whether a rank of this host wrote no note: it must be killed before it can write a second note.
     """
     begin, are_silent = time.monotonic(), False
     while hangs_of_others(run, None, since=since):
@@ -409,14 +409,14 @@ def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world:
 
 
 def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
-    """Note that a rank does not answer, if others hang and it has no note; return whether a note was written."""
+    """If others hang and a rank has no note, write a note that it does not answer. Returns whether it was written."""
     others = hangs_of_others(run, rank, since=since)
     attempt = run.newest_attempt()
     if not others or any(note.rank == rank for note in run.failures(attempt)):
         return False
     state = process_state(pid)
     if state in ("R", "S", "D"):
-        # SIGUSR1 makes the process write its stacks, by faulthandler, which does not need the GIL.
+        # SIGUSR1 lets faulthandler write the stacks of the process, for which it does not need the GIL.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
         time.sleep(_STACKS_SECONDS)
@@ -438,8 +438,8 @@ def _told(note: Outcome) -> Sequence[str]:
 
 
 def _framed(notes: Collection[Outcome], text: str) -> str:
-    """A verdict, with the step that did not end before it, and with the advice of a rank that hangs after it."""
-    # Ranks may be in different steps: the earliest step is the one that does not end.
+    """The text of a verdict: before it the step that did not end, after it the advice of a rank that hangs."""
+    # Ranks may be in different steps: the earliest of these steps is the one that does not end.
     told = [_told(note) for note in sorted(notes, key=lambda note: note.step)]
     event = next((event for event, *_ in told if "did not end" in event), "a step did not end in time")
     advice = next((f"; {advice}" for *_, advice in told if "timeout_seconds=" in advice), "")
@@ -450,14 +450,14 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis."""
     first = first_cause(notes)
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]
-    # A rank that ended with exit code 0 left the others silently.
+    # A rank that ended with exit code 0 left the others without a failure of its own.
     if first.echo or is_silent(first) or (records and (first in hung or first.exit_code == 0)):
         if not (records or hung):
             return first
         diagnosis = _diagnosis_of(notes, world, records)
         verdict, ranks = diagnosis.verdict, list(diagnosis.ranks)
     elif first.exit_code == -signal.SIGABRT or "gloo" in (first.cause or ""):
-        # If sizes differ, gloo ends the process that receives the message, or raises there; the sender is at fault.
+        # If sizes differ, gloo ends the receiving process or raises in it, although the sender may be at fault.
         findings = itertools.chain(different_calls(records), odd_calls(records, first.rank or 0))
         if (finding := next(findings, None)) is None:
             return first
@@ -471,7 +471,7 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     note = next((note for note in notes if note.rank == ranks[0]), None)
     if note is None or is_silent(note):
         return replace(first, rank=ranks[0], cause=cause, traceback=None, exit_code=None, echo=False)
-    # The traceback of a rank that lost its connection says nothing of the cause.
+    # The traceback of a rank that lost its connection does not show the cause.
     trace = None if note.echo and note not in hung else note.traceback
     return replace(note, kind=first.kind, cause=cause, traceback=trace, echo=False)
 
@@ -486,7 +486,7 @@ def _diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, 
         elif note.kind is not OutcomeKind.HANG and not note.echo:
             ended[rank] = note.cause or note.kind.meaning
     if not any(note.kind is OutcomeKind.HANG for note in notes):
-        # The processes of ranks without a note were not examined; other ranks lost their connection to them.
+        # Nobody has examined the processes of ranks without a note, but other ranks lost their connection to them.
         gone = set(range(world)) - {*noted, *records}
         ended |= dict.fromkeys(gone, "its process is gone and has left no record")
     unread = set(noted) - {*records, *silent, *ended}
@@ -495,7 +495,7 @@ def _diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class HungAttempt:
-    """The diagnosis of an attempt, a row for each rank, and a line for each damaged record."""
+    """The diagnosis of an attempt that hung, a row for each rank, and a line for each damaged record."""
 
     diagnosis: Diagnosis
     rows: Sequence[Mapping[str, Any]]
@@ -503,7 +503,7 @@ class HungAttempt:
 
 
 def has_hung(run: RunFolder, attempt: int) -> bool:
-    """Whether ranks of an attempt have noted that they hang."""
+    """Whether a rank of an attempt has left a note of a hang."""
     return any(note.kind is OutcomeKind.HANG for note in run.failures(attempt))
 
 

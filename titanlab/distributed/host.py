@@ -14,7 +14,7 @@ from titanlab.distributed.ranks import CORES
 from titanlab.errors import ConfigError
 from titanlab.system import output_of
 
-# torch uses the last variable that is set.
+# If both are set, torch uses the last one.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _ROOT = Path("/")
@@ -22,12 +22,12 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Accelerator of this host."""
+    """The accelerators of this host, or its CPU cores if it has none."""
 
     accelerator: str
     device: str  # the accelerator's name as its driver prints it, or `cpu`
     count: int
-    # memory and swap that this process may use (host and cgroup limits); None: unknown.
+    # memory and swap that this process may use, by the limits of host and cgroup; None: unknown.
     memory_bytes: int | None = field(default=None, compare=False)
 
 
@@ -43,11 +43,11 @@ def check_host(host: Host, *, accelerator: str, device: str | None, processes: i
     """Check that a host has the device that the recipe names: otherwise results would carry a wrong device name.
 
     Args:
-        accelerator, device: of the recipe's cluster; any name of the same entry in `titanlab.costs.hardware` is valid.
+        accelerator, device: the recipe's; any name of the same device in `titanlab.costs.hardware` is valid.
         processes: number of processes on this host, one per device.
 
     Raises:
-        ConfigError: the host has no GPU, another one, or too few.
+        ConfigError: the host has no GPU, another kind of GPU, or too few GPUs.
     """
     if accelerator != "cuda":
         return
@@ -63,7 +63,7 @@ def check_host(host: Host, *, accelerator: str, device: str | None, processes: i
 
 
 def gpus() -> int:
-    """The GPUs of this host that its driver shows, also if this process may not use them."""
+    """The number of GPUs that this host's driver shows, even if this process may not use them."""
     return len(_gpu_names())
 
 
@@ -75,7 +75,7 @@ def cores() -> int:
 
 
 def share_of_cores(processes: int, environ: Mapping[str, str]) -> int:
-    """Cores for each of several processes on this host, at least 1: the launcher's number, or an equal share."""
+    """Cores for each of several processes on this host, at least 1: as the launcher says, or an equal share."""
     return int(environ[CORES]) if CORES in environ else max(1, cores() // processes)
 
 
@@ -83,12 +83,12 @@ def thread_variables(environ: Mapping[str, str], share: int, given: int | None) 
     """Variables that set or replace the number of threads of a process.
 
     Args:
-        environ: a number in it stays unless it exceeds the share; more threads than cores are much slower.
+        environ: a number of threads in it stays unless it exceeds the share; more threads than cores are much slower.
         given: `launch.threads`, which replaces every other number.
     """
     variables = {}
     for name in _THREADS:
-        # A list has a number for each nested level.
+        # The value may be a list, with a number for each level of nesting: take the first.
         first = environ.get(name, "").split(",")[0].strip()
         is_kept = given is None and first.isdecimal() and 0 < int(first) <= share
         if not is_kept and (name in environ or name == _THREADS[0]):
@@ -108,7 +108,7 @@ def memory_bytes(root: Path = _ROOT) -> int | None:
         sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
         limits = [sizes["MemTotal"]]
         for folder in memory_groups(root):
-            # cgroup version 2, then 1, whose number without a limit exceeds any host's memory.
+            # cgroup version 2, then 1. Without a limit, version 1 has a number larger than any host's memory.
             for file in (folder / "memory.max", folder / "memory.limit_in_bytes"):
                 text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
                 limits += [int(text)] if text.isdecimal() else []
@@ -118,9 +118,9 @@ def memory_bytes(root: Path = _ROOT) -> int | None:
 
 
 def memory_groups(root: Path = _ROOT) -> Iterator[Path]:
-    """The folder of this process's control group for memory, and those of its parents up to the mount.
+    """The folders of this process's control group for memory and of its parents, up to the mount.
 
-    Slurm and containers make such groups. In a container the mount may begin at the group itself.
+    Slurm and containers set limits in such groups. In a container the mount may begin at the group itself.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""A layout as a named DeviceMesh, and the submeshes of it that techniques need."""
+"""A layout as a DeviceMesh with named dimensions, and the submeshes that techniques need."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlab.costs import DATA_AXES, FSDP_AXES, Layout
 
-# Dimensions that only the mesh of experts has.
+# Dimensions that only the mesh for the parameters of experts has.
 EXPERT_AXES = ("expert_shard", "expert")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """All ranks by the axes of their layout."""
+    """All ranks of a run, arranged along the axes of their layout."""
 
     layout: Layout
-    # one named dimension per axis, outermost first, degrees of 1 included; the axes over which FSDP2 shards share one
-    # dimension, `layout.fsdp_name`.
+    # one named dimension for each axis, outermost first, even for a degree of 1. The axes over which FSDP2 shards form
+    # one joint dimension, `layout.fsdp_name`.
     root: DeviceMesh
-    # one mesh for each axis of `layout.fsdp_name` if it joins several axes; else empty.
+    # one mesh for each axis that the dimension `layout.fsdp_name` joins; empty if it is a single axis.
     folded: Mapping[str, DeviceMesh]
-    # the same ranks for the parameters of experts: `pipeline`, `replicate`, `expert_shard`, `expert`; None without
-    # expert parallelism.
+    # a mesh of the same ranks for the parameters of experts, with the dimensions `pipeline`, `replicate`,
+    # `expert_shard` and `expert`; None without expert parallelism.
     experts: DeviceMesh | None = None
 
     @functools.cached_property
     def _views(self) -> dict[str, DeviceMesh]:
-        """One mesh object per axis: compiled blocks compare the meshes of tensors by identity, not by equality."""
+        """One mesh object for each axis: compiled code compares the meshes of tensors by identity, not by equality."""
         return {**{str(name): self.root[name] for name in self.root.mesh_dim_names or ()}, **self.folded}
 
     def axis(self, name: str) -> DeviceMesh:
-        """The ranks that differ from this rank in one axis only."""
+        """The mesh of the ranks that differ from this rank only in this axis."""
         return self._views[name]
 
     @property
     def data_parallel(self) -> DeviceMesh:
-        """The mesh for FSDP2: one dimension to shard over, and for HSDP the dimension of the replicas before it."""
+        """The mesh for FSDP2: the dimension to shard over, and for HSDP the dimension of the replicas before it."""
         name = self.layout.fsdp_name
         return self.root[name] if self.layout.replicate == 1 else self.root["replicate", name]
 
     @property
     def expert_axis(self) -> DeviceMesh:
-        """The ranks that share the experts."""
+        """The mesh of the ranks that divide the experts among them."""
         assert self.experts is not None
         return self.experts["expert"]
 
     @property
     def expert_data_parallel(self) -> DeviceMesh:
-        """As `data_parallel`, for the parameters of experts."""
+        """The mesh for FSDP2 of the parameters of experts, like `data_parallel`."""
         assert self.experts is not None
         return self.experts["expert_shard"] if self.layout.replicate == 1 else self.experts["replicate", "expert_shard"]
 
@@ -69,7 +69,7 @@ class Mesh:
         return number
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """Process groups by the name of their axis, or of FSDP2's joint dimension, where the degree is above 1."""
+        """Process groups with more than one rank, by the name of their axis or of FSDP2's joint dimension."""
         views = {name: view for name, view in self._views.items() if not (name in self.folded and name == FSDP_AXES[0])}
         if self.experts is not None:
             views |= {name: self.experts[name] for name in EXPERT_AXES}
@@ -77,7 +77,7 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
-    """The mesh of all ranks; a collective call."""
+    """Build the mesh of all ranks; a collective call: all ranks make it together."""
     sizes: dict[str, int] = {}
     for name, degree in layout.degrees().items():
         sizes.update({layout.fsdp_name: layout.fsdp} if name in FSDP_AXES else {name: degree})
@@ -85,12 +85,12 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     axes, folded = layout.fsdp_axes, {}
     if len(axes) > 1:
         degrees = tuple(layout.degrees()[name] for name in axes)
-        # Private, the same in torch 2.10 to 2.13. The public method, slicing a flattened dimension, is deprecated.
+        # `_unflatten` is private, the same in torch 2.10 to 2.13. Slicing, which is public, is deprecated for this.
         unfolded = root[layout.fsdp_name]._unflatten(0, degrees, axes)
         folded = {name: unfolded[name] for name in axes}
     experts = None
     if layout.expert > 1:
-        # Ranks that divide experts among them are neighbours.
+        # `expert` is the innermost dimension: the ranks that divide the experts among them are neighbours.
         names = ("pipeline", "replicate", *EXPERT_AXES)
         experts = init_device_mesh(device_type, tuple(getattr(layout, name) for name in names), mesh_dim_names=names)
     return Mesh(layout=layout, root=root, folded=folded, experts=experts)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from titanlab.errors import ConfigError
 
-# Private variables for messages between processes of titanlab. This is the full list.
-PARENT = "TITANLAB_PARENT"  # process number of the launcher of a rank, whose death is a stop request
-ATTEMPT = "TITANLAB_ATTEMPT"  # number of the attempt that the launcher has begun; under torchrun the ranks find it
+# Private environment variables between processes of titanlab. This list is complete.
+PARENT = "TITANLAB_PARENT"  # process number of a rank's launcher; the launcher's death is a stop request
+ATTEMPT = "TITANLAB_ATTEMPT"  # number of the attempt that the launcher has begun; not set under torchrun
 LOG = "TITANLAB_LOG"  # file to which a rank appends its output; without it, the rank writes to the launcher's output
-CORES = "TITANLAB_CORES"  # cores of each process: a bound process cannot see whether others share its cores
-PIDS_FILE = "TITANLAB_PIDS_FILE"  # number of the open file for the process numbers of the ranks that a process forks
+CORES = "TITANLAB_CORES"  # cores for each process, which cannot see whether other processes share its cores
+PIDS_FILE = "TITANLAB_PIDS_FILE"  # descriptor of the file into which the forking process writes its ranks' pids
 QUESTIONS = "TITANLAB_SCONTROL"  # folder in which the batch file of a job looks for questions to Slurm
 _OWN_GPU = "TITANLAB_OWN_GPU"  # set if a process has a GPU of its own, see `Ranks`
 # Variables with the address at which the ranks of a run meet; another run must not inherit them.
@@ -40,8 +40,8 @@ class Ranks:
     started_by: str  # `torchrun` (or titanlab's launcher, which sets the same variables), or the kind of a launcher
     # whether the launcher has counted the ranks of each host, so that `local_world` is reliable.
     is_counted: bool = False
-    # whether the launcher has given each process of a host a GPU of its own: if a process sees only one GPU, that GPU
-    # is its own.
+    # whether the launcher has given each process of a host a GPU of its own: if such a process sees only one GPU, no
+    # other process uses that GPU.
     has_own_gpu: bool = False
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class Ranks:
             raise ConfigError("MASTER_PORT", self.port, "is not a port", "try MASTER_PORT=29500")
 
     def environment(self) -> dict[str, str]:
-        """The variables that torch reads, and one of titanlab's."""
+        """The environment variables of this rank: those that torch reads, and one of titanlab's."""
         return {
             **({_OWN_GPU: "1"} if self.has_own_gpu else {}),
             "RANK": str(self.rank),
@@ -70,7 +70,7 @@ ALONE = Ranks(rank=0, world=1, local_rank=0, local_world=1, address="127.0.0.1",
 def look_seconds(world: int, *, is_first: bool = True) -> float:
     """Seconds between two looks of a rank for files that others write into the run's folder.
 
-    The ranks of a large job look less often, to spare a shared file system; ranks that are not the first on their host
+    The ranks of a large job look less often, to spare a shared file system. Ranks that are not the first on their host
     (`is_first`) look even less often: ranks agree on a stop in each step, so it is enough if one rank knows of it.
     """
     seconds = _LOOK_SECONDS + _LOOK_SECONDS_A_RANK * (world - 1)
@@ -78,7 +78,7 @@ def look_seconds(world: int, *, is_first: bool = True) -> float:
 
 
 def joined(environ: Mapping[str, str]) -> Ranks | None:
-    """The rank in torchrun's variables; None for a process without them.
+    """This process's rank, from torchrun's variables; None for a process without these variables.
 
     Raises:
         ConfigError: one of the variables is missing, or is not a number in its range.
@@ -99,7 +99,7 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A whole number in a variable."""
+    """The whole number in an environment variable. ConfigError: it is missing, without a default, or no number."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -112,8 +112,8 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
         raise ConfigError(name, text, "must be a whole number", "start with torchrun or srun, or unset it") from None
 
 
-# The range of ports that Linux gives to outgoing connections. Elsewhere the range is not read: 49152 is the usual
-# start.
+# Linux writes here from which range it gives ports to outgoing connections. On other systems the range is taken to
+# begin at its usual start.
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_START = 49152
 _LOWEST = 20_000
@@ -123,8 +123,8 @@ _TRIES = 100
 def free_port() -> int:
     """A TCP port of this host that can be bound now, on all addresses.
 
-    It is outside the range from which the kernel takes ports for outgoing connections, if that is possible. A port of
-    that range may be taken before rank 0 listens on it, a second or more later.
+    If possible, it is outside the range from which the kernel takes ports for outgoing connections. The kernel may take
+    a port of that range before rank 0 listens on it, a second or more later.
     """
     try:
         below = int(_RANGE_FILE.read_text().split()[0])
@@ -159,7 +159,7 @@ def listen(address: str, port: int) -> socket.socket:
     """A socket that listens on this address only; OSError: another process has the port."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
-        # Connections of a run that has just ended are in TIME_WAIT, which would block the port.
+        # Without this, connections of a run that has just ended (state TIME_WAIT) would block the port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
         listener.listen(1024)

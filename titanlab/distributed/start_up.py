@@ -12,7 +12,7 @@ from titanlab.system import process_start, write_json
 
 FILE = "start_up.json"
 SCHEMA = 1
-# In the order of the start.
+# The phases, in the order in which an attempt begins them.
 PHASES = (
     *("launcher", "python", "recipe", "imports", "rendezvous"),
     *("model", "state", "data", "recorder", "first_step"),
@@ -20,7 +20,7 @@ PHASES = (
 
 
 class StartUp:
-    """What an attempt does before its first step ends, as rank 0 sees it."""
+    """Measures the phases of an attempt from its launch to the end of its first step, on rank 0."""
 
     def __init__(self, begun: Mapping[str, float] | None = None, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -33,7 +33,7 @@ class StartUp:
         self._show = show
 
     def begin(self, phase: str, text: str | None = None) -> None:
-        """Begin a phase, which ends the previous one. A phase may begin again: its times are added up.
+        """Begin a phase, which ends the previous one. A phase may begin several times: its times are added up.
 
         Args:
             text: the action to show; None: show nothing.
@@ -49,7 +49,7 @@ class StartUp:
         self._show = lambda text: None
 
     def begin_after(self, ended: float) -> None:
-        """Count from the end of an earlier attempt, if the same launcher made that attempt.
+        """Count from the end of an earlier attempt; called if the same launcher made that attempt.
 
         Args:
             ended: seconds since the epoch, by the clock of that attempt's host; a future time counts as now.
@@ -58,14 +58,14 @@ class StartUp:
         self._begun = [(phase, max(begun, ended)) for phase, begun in self._begun]
 
     def end(self) -> dict[str, float] | None:
-        """End the last phase. Returns the seconds by phase, in order; None if it has ended before."""
+        """End the last phase. Returns the seconds by phase, in order; None if this method was called before."""
         if self._ended:
             return None
         self._ended = True
         ends = [begun for _, begun in self._begun[1:]] + [self._clock()]
         seconds = dict.fromkeys((phase for phase in PHASES if phase in dict(self._begun)), 0.0)
         for (phase, begun), end in zip(self._begun, ends, strict=True):
-            # The clock may have been set meanwhile.
+            # The clock may have been set back meanwhile.
             seconds[phase] += max(0.0, end - begun)
         return seconds
 

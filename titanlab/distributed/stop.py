@@ -24,7 +24,7 @@ from titanlab.errors import TitanlabError
 from titanlab.records import Outcome, OutcomeKind, StopReason
 from titanlab.system import parse_json, read_text
 
-# Kind of end by signal. If the ranks have received several signals, the one with the largest number counts.
+# The kind of outcome by signal. If the ranks have received several signals, the one with the largest number counts.
 STOPS: Mapping[int, OutcomeKind] = {
     signal.SIGINT: OutcomeKind.CANCELLED,
     signal.SIGUSR2: OutcomeKind.PREEMPTED,
@@ -33,14 +33,14 @@ STOPS: Mapping[int, OutcomeKind] = {
 }
 STOP_SIGNALS = tuple(STOPS)
 STOP_FILE = "stop.json"
-ONE_REQUEST_SECONDS = 1.0  # signals within this time are one request
+ONE_REQUEST_SECONDS = 1.0  # signals within this time count as one request
 _LAUNCHER_LOOK_SECONDS = 1.0
 _LAUNCHER_GONE = "its launcher is gone; the run can be resumed"
 Handler = Callable[[int, FrameType | None], None]
 
 
 def write_stop(attempt: Path, reason: StopReason) -> StopReason:
-    """Write a reason to an attempt's folder, unless it has one. Returns the reason that counts."""
+    """Write the reason to stop to an attempt's folder, unless there is one already. Returns the reason that counts."""
     text = json.dumps({"schema": 1, "kind": reason.kind.value, "cause": reason.cause, "time": time.time()})
     # A reader that sees an incomplete file ignores it and reads it again later.
     with contextlib.suppress(FileExistsError), (attempt / STOP_FILE).open("x", encoding="utf-8") as file:
@@ -49,7 +49,7 @@ def write_stop(attempt: Path, reason: StopReason) -> StopReason:
 
 
 def read_stop(attempt: Path) -> StopReason | None:
-    """The reason in an attempt's folder; None if there is none."""
+    """The reason to stop in an attempt's folder; None if there is none."""
     try:
         value = parse_json(read_text(attempt / STOP_FILE))
         return StopReason(kind=OutcomeKind(value["kind"]), cause=str(value["cause"]))
@@ -58,7 +58,7 @@ def read_stop(attempt: Path) -> StopReason | None:
 
 
 class StopRequest:
-    """The signal that asked this rank to stop, 0 if none did, and the cause if it is known.
+    """A request to stop: `signal`, 0 while there is no request, and its cause if that is known.
 
     Attributes:
         ends_at_once: whether a request ends the rank at once, see `at_once`.
@@ -75,9 +75,9 @@ class StopRequest:
         """Inside the block, a request raises StoppedEarly in the main thread, because nothing would be lost.
 
         Args:
-            active: whether a request raises; if not, it waits, even if an outer block is active.
-            patience_seconds: time for a possible error of this rank: the launcher asks a rank to end when another rank
-                fails, and both may fail for the same reason.
+            active: whether a request raises; if not, it takes effect later, even if an outer block is active.
+            patience_seconds: how long to wait before raising: the launcher asks a rank to end when another rank fails,
+                and both may fail for the same reason. Then this rank's own error comes first.
         """
         self.ends_at_once, self._patience = active, patience_seconds
 
@@ -95,16 +95,16 @@ class StopRequest:
             self.ends_at_once = False
 
     def cause_of(self, number: int) -> str | None:
-        """The known cause of a signal that this rank or another one has received.
+        """The cause, if known, of a signal that this rank or another rank has received.
 
-        Call this when the run ends: Linux sends SIGTERM when a thread of the launcher ends, but shows another parent
-        only after the launcher's last thread. A rank of another launcher may get its signal earlier.
+        Call this when the run ends, not at the signal: Linux sends SIGTERM when a thread of the launcher ends, but does
+        not show the launcher's death before its last thread ends. Another launcher's rank may get its signal earlier.
         """
         cause = self.cause if self.signal == number else None
         return cause or _cause(number)
 
     def note(self, number: int, cause: str | None) -> None:
-        """Set the flag; any thread may call it."""
+        """Set the signal and its cause; any thread may call this."""
         self.cause, self.signal = cause, number
         if self.ends_at_once and self._patience:
             timer = threading.Timer(self._patience, self._wake_main_thread)
@@ -114,7 +114,7 @@ class StopRequest:
             self._wake_main_thread()
 
     def _wake_main_thread(self) -> None:
-        """Let the handler of SIGCONT raise: only a signal interrupts a system call, such as a wait for a compiler."""
+        """Send SIGCONT, whose handler raises: only a signal interrupts a system call, such as a wait for a compiler."""
         self._is_due = True
         if self.ends_at_once:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGCONT)
@@ -130,7 +130,7 @@ class Impatient(TitanlabError):
 
 
 class StoppedEarly(BaseException):
-    """The run was asked to stop before its first step was done. Not an Exception, which torch would wrap. The message
+    """The run was asked to stop before its first step was done. It is no Exception: torch would wrap that. The message
     says what the run was doing, as the end of a sentence after "asked to end".
     """
 
@@ -138,10 +138,10 @@ class StoppedEarly(BaseException):
 def stopped_early(request: StopRequest, *, rank: int, attempt: int, when: str = "") -> Outcome:
     """The outcome of a rank that was asked to stop before its first step was done.
 
-    It is a secondary failure if the rank was asked by SIGTERM: the launcher sends it to the others when a rank fails.
+    After SIGTERM it is a secondary failure: when a rank fails, the launcher sends SIGTERM to the other ranks.
 
     Args:
-        when: what the rank was doing, such as `when rank 1 had not come`; empty: nothing of interest.
+        when: what the rank was doing, such as `when rank 1 had not come`; empty: nothing that the user must know.
     """
     when = when or "before its first step was done"
     outcome = _stopped(request.signal, request.cause_of(request.signal), when, rank, attempt)
@@ -161,7 +161,7 @@ def _stopped(number: int, cause: str | None, when: str, rank: int | None, attemp
 
 
 def _cause(number: int) -> str | None:
-    """The known cause of a signal to this process."""
+    """The cause of a signal to this process; None: not known."""
     if number == signal.SIGHUP:
         return "its terminal was closed (SIGHUP); the run can be resumed"
     return _LAUNCHER_GONE if number == signal.SIGTERM and _launcher_is_gone() else None
@@ -184,7 +184,7 @@ def caught_signals() -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def handled_signals(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
-    """Handle these signals inside the block, also signals that were ignored; then restore their handlers.
+    """Handle these signals inside the block, even if they were ignored before; then restore their handlers.
 
     Main thread only.
     """
@@ -202,13 +202,13 @@ def handled_signals(numbers: Sequence[int], handler: Handler) -> Iterator[None]:
 def held_signals(
     numbers: Sequence[int] | None = None, *, is_impatient: bool = True
 ) -> Iterator[list[tuple[int, float]]]:
-    """Note stop signals inside the block with their times, in their order, instead of ending the process.
+    """Inside the block, stop signals do not end the process: the list has each signal with its time, in order.
 
     Main thread only.
 
     Args:
         numbers: signals; None: the signals of `caught_signals`.
-        is_impatient: whether a Ctrl-C over a second after the first signal raises Impatient, in case the block waits
+        is_impatient: whether a Ctrl-C over a second after the first signal raises Impatient, because the block may wait
             for a lost file server.
     """
     held: list[tuple[int, float]] = []
@@ -226,13 +226,13 @@ def held_signals(
 def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iterator[StopRequest]:
     """Let the signals of STOPS set a flag instead of ending the process; a signal over a second later raises.
 
-    A worker of a job ignores SIGTERM since its start; only SIGHUP counts there. The death of the launcher is a request
-    too.
+    In a worker of a job only SIGHUP counts: the worker ignores SIGTERM since its start. The death of the launcher is a
+    request too.
 
     One request may arrive as several signals at once: from a terminal and from a launcher, or from the kernel, which
     signals the death of a parent once for each thread of the parent.
 
-    Python handles signals in the main thread only: in another thread the flag is never set.
+    Python handles signals in the main thread only: if another thread calls this, the flag is never set.
 
     Args:
         reason: called at SIGHUP; returns the reason that the parent process has written.
@@ -255,10 +255,10 @@ def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iter
             return
         told = reason() if number == signal.SIGHUP else None
         if told is not None:
-            # SIGTERM comes after the signal that only a scheduler sends.
+            # For a preemption this is SIGUSR2, which only a scheduler sends: in STOPS, SIGTERM stands behind it.
             request.note(next(stop for stop, kind in STOPS.items() if kind is told.kind), told.cause)
         else:
-            # A signal of STOPS, because ranks add up one flag for each; a closed terminal ends a run as Ctrl-C does.
+            # Use a signal of STOPS: the ranks add up one flag for each of these. A closed terminal counts as Ctrl-C.
             request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
 
     def watch_launcher() -> None:

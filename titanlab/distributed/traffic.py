@@ -1,4 +1,4 @@
-"""Collectives and messages of this process: counted when they are issued, or read from torch's Flight Recorder."""
+"""Collectives and messages of this process: counts them when they are issued, or reads torch's Flight Recorder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-# Private: resolves the group names that functional collectives use, the same in torch 2.11 to 2.13.
+# Private, the same in torch 2.11 to 2.13: finds the group by the name that functional collectives use.
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
@@ -35,9 +35,9 @@ from titanlab.records import CodeLine, Collective, GroupRecord, Messages
 
 
 def axis_groups(mesh: Mesh) -> dict[str, str]:
-    """Name of a process group → axis, or `world`.
+    """The axis of each process group, or `world`, by the name of the group.
 
-    If one axis has all ranks, torch uses the world's group for it: the group then has the name of the axis.
+    If one axis has all ranks, torch uses the world's group for it: that group then counts as the axis.
     """
     groups = mesh.groups()
     names: dict[str, str] = {group.group_name: axis for axis, group in groups.items() if axis not in EXPERT_AXES}
@@ -52,9 +52,9 @@ def axis_groups(mesh: Mesh) -> dict[str, str]:
 
 @contextlib.contextmanager
 def traced(axes: Mapping[str, str]) -> Iterator[Traffic]:
-    """Count the communication of this rank's code inside the block; the table is complete when the block ends.
+    """Count the communication of this rank's code inside the block; the counts are complete when the block ends.
 
-    It counts operators of Python code, autograd's threads, DDP's reducer, FSDP's hooks, DTensor and custom operators
+    Operators of Python code, autograd's threads, DDP's reducer, FSDP's hooks, DTensor and custom operators are counted
     when they are dispatched. Each operator takes some microseconds longer; its result is the same. Compiled code is
     counted when it runs, and compilation is not affected.
 
@@ -68,7 +68,7 @@ def traced(axes: Mapping[str, str]) -> Iterator[Traffic]:
 
 @contextlib.contextmanager
 def marked_collectives(axes: Mapping[str, str]) -> Iterator[None]:
-    """Annotate every collective and message inside the block for torch.profiler: `titanlab.issue:AXIS:KIND` before it.
+    """Inside the block, mark every collective and message for torch.profiler: `titanlab.issue:AXIS:KIND` precedes it.
 
     gloo's own events do not name their process group.
     """
@@ -82,24 +82,24 @@ def marked_collectives(axes: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Tracer(TorchDispatchMode):
-    # Compiled code that recomputes a block wraps attention in higher-order operators, which keep the generators' state.
+    # If compiled code recomputes a transformer block, attention is in higher-order operators, which keep RNG states.
     supports_higher_order_operators = True
 
     def __init__(self, axes: Mapping[str, str], note: Callable[..., None]) -> None:
-        """`note`: called as `Traffic.add` before each collective or message."""
+        """`note`: called with the arguments of `Traffic.add` before each collective or message."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._axes, self._note = axes, note
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: otherwise torch would not compile inside the block, and never compile functions seen there."""
+        """True: otherwise torch would not compile while the mode is on, nor later the functions that it saw then."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not _COMPOSED.isdisjoint(types):
-            # The subclass runs its own code first; that code's operators on plain tensors are dispatched here later.
+            # Let the tensor's subclass run its own code: this method then gets that code's operators on plain tensors.
             return NotImplemented
         kwargs = kwargs or {}
         if not isinstance(func, torch._ops.OpOverload):
@@ -114,7 +114,7 @@ class _Tracer(TorchDispatchMode):
         """Run an operator that is written in Python so that its own communication is counted too.
 
         The mode is off inside this method; with the mode on, a plain call would come back here. So `redispatch` starts
-        below the dispatch key of modes, as torch's own custom operators do to reach the next key.
+        below the dispatch key of modes. torch's own custom operators reach the next key in the same way.
         """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:
@@ -129,7 +129,7 @@ class _Tracer(TorchDispatchMode):
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         group = arguments.get("process_group", arguments.get("group_name"))
         if group is None:
-            return  # an operator that waits for a collective that has been counted
+            return  # The operator only waits for a collective that has been counted.
         if isinstance(group, torch.ScriptObject):
             group = dist.ProcessGroup.unbox(group)
         elif not isinstance(group, dist.ProcessGroup):
@@ -143,7 +143,7 @@ class _Tracer(TorchDispatchMode):
             # Functional collectives have no output argument.
             size = _bytes_of_first(arguments, _INPUTS) * group.size()
         elif kind == "all_to_all" and arguments.get("input_split_sizes"):
-            # The parts are unequal: the rank keeps this one of its own input.
+            # The parts are unequal: `own` is the part that the rank keeps of its own input.
             own = int(arguments["input_split_sizes"][group.rank()]) * arguments["input"][:1].nbytes
         self._note(self._axes.get(group.group_name, "other"), kind, size, ranks=group.size(), own=own)
 
@@ -158,7 +158,7 @@ _INPUTS = ("input_tensors", "input_list", "input_tensor", "inputs", "input", "te
 _OUTPUTS = ("output_tensors", "output_lists", "output_tensor", "outputs")
 _COMPOSED = {DTensor, AsyncCollectiveTensor}
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-# The first of these words in an operator's name gives its kind: torch spells some kinds in a dozen ways.
+# The first of these words that is in an operator's name gives its kind; torch spells some kinds in a dozen ways.
 _KINDS = {
     "allgather": "all_gather",
     "all_gather": "all_gather",
@@ -176,11 +176,11 @@ _KINDS = {
     "recv": "recv",
 }
 
-# Number of last collectives in a record of a hang. They must span more than one step of the training.
+# How many of the last collectives a record of a hang has. They must span more than one training step.
 KEPT = 1000
 _DUMP_SECONDS = 2.0
-# One dump for each backend's Flight Recorder; a build of torch without CUDA has only the first. Private: no public
-# function. The dumps in JSON have no lines of code, and those with lines are pickles.
+# Functions that dump each backend's Flight Recorder; torch without CUDA has only the first. They are private: there are
+# no public ones. The dumps in JSON have no lines of code; those with lines are pickles.
 _DUMPS: tuple[Callable[[], bytes] | None, ...] = (
     getattr(c10d, "_dump_fr_trace_json", None),
     getattr(c10d, "_dump_nccl_trace_json", None),
@@ -194,9 +194,9 @@ _LINES_SECONDS = 4.0
 
 
 def topology(mesh: Mesh, messages: Callable[[], Messages | None] = lambda: None) -> Callable[..., Mapping[str, Any]]:
-    """A function that gives what `HangRecord` holds of this rank's place in a mesh and of its communication.
+    """A function that returns fields of `HangRecord`: this rank's place in a mesh, and its communication.
 
-    With `with_lines=True` collectives have their lines of code, which may take seconds.
+    If that function is called with `with_lines=True`, collectives have their lines of code, which may take seconds.
 
     Args:
         messages: returns the state of the pipeline's sends and receives; None without a pipeline.
@@ -234,7 +234,7 @@ class _PlainValues(pickle.Unpickler):
 def _entries(dump: Callable[[], bytes], read: Callable[[bytes], Any], seconds: float) -> list[dict[str, Any]]:
     """The entries of a dump; empty if torch does not answer in time."""
     entries: list[dict[str, Any]] = []
-    # In a thread, because the thread that hangs may hold the recorder's lock.
+    # Dump in a separate thread: the thread that hangs may hold the recorder's lock.
     thread = threading.Thread(
         target=lambda: entries.extend(read(dump()).get("entries", [])), name="flight-recorder", daemon=True
     )
@@ -267,13 +267,13 @@ def last_collectives(kept: int = KEPT, *, with_lines: bool = False) -> list[Coll
                 sizes=tuple(map(tuple, entry.get("input_sizes", []))),
                 dtypes=tuple(entry.get("input_dtypes", [])),
                 is_message=is_message,
-                # With gloo the state stays `scheduled`, and a complete collective is retired.
+                # With gloo the state stays `scheduled`; only `retired` shows that a collective is complete.
                 is_done=bool(entry.get("retired")) or entry.get("state") == "completed",
                 created=entry.get("time_created_ns", 0) / 1e9,
                 started=(entry.get("time_discovered_started_ns") or 0) / 1e9,
                 ended=(entry.get("time_discovered_completed_ns") or 0) / 1e9,
                 source=innermost_own(frames),
             )
-            # Both dumps may hold the same recorder's collectives.
+            # Both dumps may contain the same collectives: keep each once.
             calls[call.group, call.is_message, call.sequence, call.created] = call
     return sorted(calls.values(), key=lambda call: call.created)[-kept:]

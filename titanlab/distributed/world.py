@@ -1,4 +1,4 @@
-"""What a rank finds at start: device, process group, seeds."""
+"""What a rank sets up at its start: device, process group, seeds."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class World:
     world: int  # the number of processes
     local_rank: int  # its number on its host
     device: torch.device
-    group: dist.ProcessGroup | None = None  # the process group of these collectives; None: the group of the training
-    # the context in which parameters become tensors without data, for a trace; None: they are real.
+    group: dist.ProcessGroup | None = None  # the process group of these collectives; None: torch's default group
+    # for a trace: the context in which parameters become tensors without data; None: they get data.
     without_data: AbstractContextManager[object] | None = None
 
     @property
@@ -43,13 +43,13 @@ class World:
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The values summed over all ranks, in place."""
+        """Sum the values over all ranks, in place. Returns the same tensor."""
         if self.world > 1:
             dist.all_reduce(values, group=self.group)
         return values
 
     def gather(self, value: T) -> list[T]:
-        """A small picklable value of every rank, by rank, on every rank."""
+        """Gather a small picklable value of every rank. Returns the values by rank, on every rank."""
         if self.world == 1:
             return [value]
         values: list[T] = [value] * self.world
@@ -57,7 +57,7 @@ class World:
         return values
 
     def collect(self, value: T) -> list[T]:
-        """A picklable value of every rank, by rank, on rank 0; an empty list on the others."""
+        """Gather a picklable value of every rank. Returns the values by rank on rank 0, an empty list on the others."""
         if self.world == 1:
             return [value]
         values: list[T] | None = [value] * self.world if self.logs else None
@@ -65,7 +65,7 @@ class World:
         return values or []
 
     def scatter(self, values: list[T]) -> T:
-        """This rank's value of those that rank 0 gives, by rank."""
+        """This rank's item of the list `values` of rank 0, which has one item for each rank."""
         if self.world == 1:
             return values[0]
         own: list[T | None] = [None]
@@ -81,7 +81,7 @@ class World:
         return values[0]
 
     def beside(self) -> World:
-        """The same ranks with a separate group, on the host, for another thread; all ranks call this together.
+        """The same ranks with a separate gloo group, for another thread; all ranks call this together.
 
         Collectives of two threads must not mix in one group. The group has no time limit, because the watchdog limits
         how long the training waits for the thread.
@@ -96,10 +96,10 @@ BESIDE = "beside"
 """Description of the group of `World.beside`: its collectives do not belong to a step."""
 _JOIN_SECONDS = 600.0
 _NO_LIMIT = datetime.timedelta(days=30)
-# Longest pauses between two looks of a rank that waits for others, in a job of up to 100 ranks and in a larger one.
+# Longest pauses between two looks of a rank that waits for others: in a job of up to 100 ranks, and in a larger job.
 _USUAL_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 1.0, 6.0
 _LOOKS_A_SECOND = 100
-# After this time the user is told which ranks have not come.
+# After this time a waiting rank tells the user which ranks have not come, and later if that changes.
 _TOLD_SECONDS = 5.0
 _ALL_HERE = "titanlab/all ranks are here"
 
@@ -120,14 +120,14 @@ def open_world(
     """Join the process group, select the device, seed every generator; leave the group at the end.
 
     Args:
-        waits: called with the ranks that have not come, as a text, when they keep this rank waiting.
+        waits: called with a text that names the absent ranks, when they keep this rank waiting.
 
     Raises:
         AbsentRanks: other ranks did not come in time.
     """
     device = _select_device(accelerator, ranks)
     random.seed(seed)
-    # For third-party code that draws from NumPy's global generator; titanlab itself does not.
+    # NumPy's global generator is for third-party code; titanlab itself does not draw from it.
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.manual_seed(seed)
     if deterministic:
@@ -171,10 +171,10 @@ def _select_device(accelerator: str, ranks: Ranks) -> torch.device:
 
 def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> None:
     if is_one_host(ranks) and (interface := loopback_interface()) is not None:
-        # gloo need not be reachable from other hosts; a setting of the user wins.
+        # gloo need not be reachable from other hosts. If the user has set the variable, it stays.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if ranks.world == 1:
-        # No address and no port, so that several runs can share a host.
+        # Use no address and no port, so that several runs can share a host.
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1
         )
@@ -183,7 +183,7 @@ def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> N
     try:
         store = _store(ranks, wait)
         if not _is_agents_store():
-            # torchrun's agents have met before they start ranks.
+            # Under torchrun this is not needed: its agents have met before they start ranks.
             wait.absent = lambda: named(rank for rank in range(ranks.world) if not store.check([_sign(rank)]))
             store.set(_sign(ranks.rank), "")
             if store.add("titanlab/ranks", 1) == ranks.world:
@@ -193,7 +193,7 @@ def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> N
     except StoppedEarly:
         raise StoppedEarly(f"while it waited for {wait.absent()}") from None
     dist.init_process_group(
-        # Objects and CPU tensors need gloo, also where CUDA tensors use NCCL.
+        # Python objects and CPU tensors need gloo, even if CUDA tensors use NCCL.
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=store,
         rank=ranks.rank,
@@ -207,7 +207,7 @@ class _Wait:
     """The wait for other ranks, in Python: torch's own waits are native code, in which no stop signal is handled.
 
     Attributes:
-        absent: names the ranks that have not come.
+        absent: returns the names of the ranks that have not come.
     """
 
     def __init__(self, ranks: Ranks, waits: Callable[[str], None]) -> None:
@@ -217,7 +217,7 @@ class _Wait:
         self.absent: Callable[[], str] = lambda: "torchrun's agent" if _is_agents_store() else "rank 0"
 
     def pause(self) -> None:
-        """Wait before the next look, longer and longer, and tell which ranks keep this rank waiting."""
+        """Wait before the next look, longer each time, and tell the user which ranks keep this rank waiting."""
         waited = time.monotonic() - self._begin
         if waited >= _JOIN_SECONDS:
             where = f"the rendezvous of {self._ranks.world} ranks at {self._ranks.address}:{self._ranks.port}"
@@ -234,15 +234,15 @@ class _Wait:
 
 
 def _store(ranks: Ranks, wait: _Wait) -> dist.TCPStore:
-    """The store through which the ranks exchange their addresses: rank 0's, or that of torchrun's agent.
+    """The store through which the ranks exchange their addresses: that of rank 0 or of torchrun's agent.
 
     torch's store listens on all addresses of the host; anyone who reaches it can read and change what ranks exchange.
-    The store of ranks that are all on this host listens on the loopback.
+    If all ranks are on this host, the store listens only on the loopback.
     """
     is_own = is_one_host(ranks) and not _is_agents_store()
     is_master = ranks.rank == 0 and not _is_agents_store()
     address = LOOPBACK if is_own else ranks.address
-    # `detach`, because the store closes the descriptor.
+    # `detach` gives the descriptor to the store, which closes it.
     listener = listen(address, ranks.port).detach() if is_master and is_own else None
     while not is_master:
         with (

@@ -1,4 +1,4 @@
-"""One attempt at a run, seen from outside its ranks: the checks before it, its outcome, and whether another follows."""
+"""One attempt at a run, from outside its ranks: checks before it, its outcome, and whether another attempt follows."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ from titanlab.records import (
 )
 from titanlab.system import StoreFault, disk_fault, tells_of_disk, write_json
 
-# Ranks of an attempt whose launcher was killed may still write for this time, see `close_dead`. Those of another host
-# cannot be seen: for these, wait longer than a first step may take.
+# `close_dead` takes an attempt for dead this long after its last status: ranks may outlive a killed launcher. Processes
+# of another host cannot be seen: for them, the time is longer than a first step may take.
 _HERE_SECONDS = 10.0
 _SILENT_SECONDS = 2 * 3600.0
 _EARLIER_SECONDS = 60.0
@@ -76,8 +76,8 @@ def begin(
     """Begin the next attempt at a claimed run. Returns its number.
 
     Args:
-        ranks: of this process, if others are started elsewhere.
-        checkpoint: that the user has chosen; if it is damaged, an older one is not tried. None: the newest.
+        ranks: rank and world of this process, if other ranks are started elsewhere; None: it starts all ranks.
+        checkpoint: chosen by the user; if it is damaged, no older one is tried. None: the newest.
 
     Raises:
         ConfigError: the run's checkpoint is missing, damaged, or of another model; or a file that the attempt appends
@@ -102,7 +102,7 @@ def begin(
 
 
 def pass_over_damaged(run: RunFolder, recipe: Recipe, report: Callable[[str], None]) -> None:
-    """Check a claimed run's newest checkpoint; while it is damaged, rename it and take the one before it.
+    """Check a claimed run's newest checkpoint. If it is damaged, rename it and check the one before it, and so on.
 
     The tensors are not read here: the ranks verify them while they load, and fall back in the same way.
 
@@ -126,8 +126,8 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
     if checkpoint is None:
         saved = run.saved_step()
         if not saved and run.section("checkpoint").get("load_from") is None:
-            # The last step from which an attempt of this run has resumed. A run that started from another run's
-            # checkpoint has such rows before it has saved anything.
+            # These rows have the step from which an attempt resumed, so the run had saved that step. Not so if the run
+            # started from another run's checkpoint: then it has such rows before it has saved anything.
             saved = max((row["step"] for row in run.metrics("attempt")), default=0)
         if saved:
             place = checkpoints_of(run)
@@ -145,7 +145,7 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
 
 
 def go_back(run: RunFolder, recipe: Recipe, checkpoint: Place, report: Callable[[str], None]) -> list[Place]:
-    """Make a checkpoint of a claimed run its newest one: rename all later ones, and return them for `put_back`.
+    """Make a checkpoint of a claimed run its newest one: rename all later checkpoints. Returns them for `put_back`.
 
     Raises:
         ConfigError: the run cannot resume from that checkpoint; nothing was changed.
@@ -168,14 +168,14 @@ def missed_checkpoint(run: RunFolder) -> str | None:
 
 
 def close_dead(run: RunFolder) -> None:
-    """Write the result of an attempt that `titanlab train` began, if it has none and no process of it is left.
+    """Write the result of an attempt that `titanlab train` began, if it has no result and no living process.
 
     Raises:
         ConfigError: another process has claimed the run, or a file is damaged.
         OSError: the result cannot be written.
     """
     status = run.known_status()
-    # A job's launcher would know more.
+    # Skip the attempts of a job: the job's launcher knows more about their end.
     if status is None or run.job() is not None or not run.newest_attempt() or run.result() is not None:
         return
     if not may_work(status, silent_seconds=_SILENT_SECONDS, here_seconds=_HERE_SECONDS):
@@ -248,7 +248,7 @@ def conclude(run: RunFolder, attempt: int, exits: Mapping[int, int], *, memory: 
 
 
 def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: KillEvidence | None) -> Outcome:
-    """The outcome of a rank that ended with a code and without a record, with what its log of this attempt says."""
+    """The outcome of a rank that left an exit code but no record; the log of this attempt may add the cause."""
     outcome, path = from_exit(code, rank=rank, attempt=attempt, memory=memory), rank_log(run, rank)
     begin = 0
     with contextlib.suppress(ConfigError):
@@ -259,11 +259,11 @@ def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: Kil
         stacks = output[output.rindex(NATIVE_SIGN) :]
         exit_code = OutcomeKind.HANG.exit_code
         return replace(outcome, kind=OutcomeKind.HANG, cause=cause, traceback=stacks, exit_code=exit_code)
-    # A killed process cannot log a reason: do not take the end of its log for one.
+    # A killed process cannot log a reason: do not take the end of its log for the reason.
     if outcome.kind is not OutcomeKind.CRASH or code in (0, -signal.SIGKILL):
         return outcome
     lines = [line.strip() for line in output.splitlines()]
-    # The text of a C++ exception.
+    # C++ prints the text of an uncaught exception after `what():`.
     words = [line.removeprefix("what():").strip() for line in lines if line.startswith("what():")]
     if code == -signal.SIGABRT and words:
         outcome = replace(outcome, cause=f"{words[-1][:300]} (SIGABRT)")
@@ -275,15 +275,15 @@ def note_of_exit(run: RunFolder, attempt: int, rank: int, code: int, memory: Kil
 def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     """The outcome, with the last step of its attempt that any record shows.
 
-    Outside any attempt (0) a run keeps the steps and the figures of its last attempt.
+    Attempt 0 means that the outcome belongs to no attempt: then the steps and metrics of the last attempt are kept.
     """
-    # The status may be a second old, and not every step has a row of metrics.
+    # Read several records: the status may be a second old, and not every step has a row of metrics.
     status, earlier = run.known_status(), None if outcome.attempt else run.result()
     status = status if status is not None and outcome.attempt in (0, status.attempt) else None
     rows = [row for row in run.metrics("train") if row["attempt"] == outcome.attempt]
     first_steps = [row["step"] for row in run.metrics("attempt") if row["attempt"] == outcome.attempt]
     saved = None
-    # The store may be down, and may have ended the run for that reason; other records have the step too.
+    # The store may be down, which may be why the run has ended. Other records have the step too.
     with contextlib.suppress(StoreFault):
         saved = latest(checkpoints_of(run))
     known = [each.step for each in (outcome, status, earlier) if each is not None]
@@ -294,21 +294,21 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     return replace(outcome, step=max(known), steps=steps, metrics=outcome.metrics or last)
 
 
-# Ends of single processes or machines: another attempt may not have them.
+# Outcomes that one process or one machine may cause: another attempt may not end so.
 _RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
-# After this many restarts in a row that gain nothing, the run itself is the cause.
+# After this many restarts in a row without progress, the run itself is taken for the cause.
 MOST_IN_VAIN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restart:
-    """The next attempt of ranks that start again in place, from the newest checkpoint.
+    """The next attempt, for which the ranks start again in place, from the newest checkpoint.
 
     Attributes:
         recipe: resolved and checked; its layout may be smaller.
-        number: of the restart in this start of the run, from 1.
+        number: counts the restarts since this start of the run, from 1.
         after: the number of the attempt that has ended.
-        cause: of its end.
+        cause: why that attempt has ended.
         why: one line: how the last attempt ended, and what happens now.
         left_out: the rank of the last attempt that is left out because it has failed twice; None: no rank is.
         lost: why ranks are left out as lost, in one clause; empty: no rank is lost.
@@ -332,7 +332,7 @@ class Restart:
 class Restarts:
     """Decides, after each attempt of one start of a run, whether the ranks start again (docs/elastic.md has the rules).
 
-    At most `launch.restarts` times, and not after an end that the same attempt would only repeat. With
+    The ranks restart at most `launch.restarts` times, and not if the next attempt would only end in the same way. With
     `launch.min_world`, a rank that fails twice in a row is left out, and ranks that are lost with their node are left
     out at once.
 
@@ -352,7 +352,7 @@ class Restarts:
     def after(
         self, outcome: Outcome, recipe: Recipe, *, lost: str = "", usable: int | None = None
     ) -> tuple[Restart | None, str]:
-        """The next attempt after one that ended; None, and why, if there is none.
+        """The restart after an attempt that has ended; or None, with the reason if the user should know it.
 
         Args:
             lost: which ranks are lost and why, in one clause; empty: no rank is lost.
@@ -363,7 +363,7 @@ class Restarts:
             return None, ""
         if outcome.exit_code == OutcomeKind.INFEASIBLE.exit_code:
             return None, ""
-        # A new checkpoint, or a step that no earlier attempt had reached.
+        # Progress is a new checkpoint, or a step that no earlier attempt had reached.
         saved, step = self._run.saved_step(), outcome.step
         gained = self._is_first or saved > self._best[0] or step > self._best[1]
         self._best, self._is_first = (max(saved, self._best[0]), max(step, self._best[1])), False
@@ -436,7 +436,7 @@ def change(recipe: Recipe, smaller: Recipe) -> str:
 def reduced(recipe: Recipe, usable: int, least: int | None) -> Recipe | None:
     """The resolved recipe with the largest data-parallel degree that fits the usable processes; None if none does.
 
-    Pipeline, context and tensor degrees stay. Of layouts with the same degree, one that shards as before comes first.
+    Pipeline, context and tensor degrees stay. Among equal degrees, the largest `shard` comes first.
     """
     if least is None:
         return None

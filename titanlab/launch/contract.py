@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # `JobState.raw` of a job whose scheduler does not answer.
 UNANSWERED = "UNKNOWN"
-# A job: the token of its submission, and its index there.
+# Identifies a job: the token of its submission, and the job's index in that submission.
 JobKey = tuple[str, int]
 
 
@@ -35,7 +35,7 @@ class JobState:
         state: `pending`, `running`, `requeued` (it waits to continue), `ended`, `gone` (the scheduler does not know it,
             or no longer), or `unknown` (the scheduler does not answer).
         raw: the scheduler's own name of the state, without details; UNANSWERED if the scheduler does not answer.
-        exit_code: of the job, -N if signal N ended it or its step; None while it runs, or if it is not known.
+        exit_code: the job's, -N if signal N ended the job or its step; None while it runs, or if it is not known.
         reason: why the job waits or failed, in the scheduler's words; or why the scheduler does not answer.
         elapsed_seconds: run time of its latest start.
         nodes: names of its nodes.
@@ -64,7 +64,7 @@ class MemoryWord:
     """The scheduler's most informative message about a job that it has killed because of its memory.
 
     Attributes:
-        rank: whose process was killed; None if the message names several ranks, or none.
+        rank: the rank whose process was killed; None if the message names several ranks, or none.
     """
 
     said: str
@@ -77,11 +77,11 @@ class ProcessPlace:
 
     Attributes:
         launcher: kind of the launcher.
-        job_id: as the queue shows it, with the index in the array: `12_3`.
+        job_id: the job's number as the queue shows it, with the index in the array: `12_3`.
         raw_job_id: number of this job alone in the accounting; the last job of an array has the array's number.
         restart: how often the job was put back into the queue.
         index: its index in the array; None: it is not in an array.
-        ranks: of this process; without an address.
+        ranks: rank and world of this process, without the address of rank 0.
         nodes: names of the job's nodes.
     """
 
@@ -108,14 +108,14 @@ class ProcessPlace:
         return self.nodes[min(rank // self.ranks_per_node, len(self.nodes) - 1)]
 
 
-# The name by which launchers of other packages import it.
+# The name by which launchers of other packages import `ProcessPlace`.
 Place = ProcessPlace
 
 
 class LaunchConfig(LaunchSettings, Protocol):
     """Config of a launcher: a dataclass that derives from this class.
 
-    `LaunchSettings` has the fields; its values apply to those that a config does not define.
+    `LaunchSettings` has the fields; its values are the defaults of fields that a config does not define.
     """
 
     @property
@@ -135,11 +135,11 @@ def launch_of(recipe: Recipe) -> LaunchConfig:
 class Launcher(Protocol):
     """A way to start ranks: submits jobs and reports their states.
 
-    It keeps no state in memory: any process may ask about any job at any time.
+    A launcher keeps no state in memory: any process may ask about any job at any time.
 
     Attributes:
         has_scheduler: whether a scheduler decides when jobs start and records how they ended. Then it is asked only
-            every few seconds, and its answers are stored beside results.
+            every few seconds, and its answers are stored beside the results.
         can_requeue: whether a job can put itself back into the queue (`requeue`).
         replaced_in_paths: characters that a sweep's path must not contain, as the scheduler would replace them.
         repeats_signals: whether a job gets several signals for one reason. If not, a second signal comes from a user
@@ -170,7 +170,7 @@ class Launcher(Protocol):
         yield from ()
 
     def max_array(self, *, is_answered: bool = True) -> int | None:
-        """How many jobs one submission takes; None: any number."""
+        """The largest number of jobs in one submission; None: any number."""
         return None
 
     def submit(self, sweep: Path, submission: Submission) -> str:
@@ -220,7 +220,7 @@ class Launcher(Protocol):
         return None
 
     def end_in_queue(self, state: JobState) -> StopReason | None:
-        """The same for a job that never started."""
+        """Why a job that never started has ended, if the scheduler's state alone explains it."""
         return None
 
     def memory_word(self, sweep: Path, submission: Submission, index: int) -> MemoryWord | None:
@@ -253,7 +253,7 @@ class Launcher(Protocol):
         return  # the default; mypy takes an empty body for an abstract method
 
     def stop_reason(self, signal_name: str, place: ProcessPlace, *, signal_seconds: float) -> StopReason:
-        """The meaning of a signal to a job, which asked for a warning `signal_seconds` before its time limit."""
+        """Why a job got a signal; the job asked for a warning `signal_seconds` before its time limit."""
         return StopReason(kind=OutcomeKind.PREEMPTED, cause=f"asked to end by {signal_name}; the run can be resumed")
 
     def requeue(self, place: ProcessPlace) -> str | None:

@@ -28,21 +28,21 @@ _ROOT = Path("/")
 
 
 def may_work(status: Status | None, *, silent_seconds: float, here_seconds: float = 0.0) -> bool:
-    """Whether the process that has written a status of another process may still work on the run.
+    """Whether another process, which wrote this status, may still work on the run.
 
     Args:
-        silent_seconds: a process of another host, which cannot be seen, counts for this time after its last status.
-        here_seconds: the same for a process of this host that has ended: other ranks may live.
+        silent_seconds: how long after its status a process of another host, which cannot be seen, counts as working.
+        here_seconds: the same for a process of this host that has ended, because other ranks may still live.
     """
     if status is None or status.state in ("prepared", "ended"):
         return False
     is_here = status.host == socket.gethostname()
     if is_here and status.pid != os.getpid() and born_at(status.pid) is not None:
-        # A later process may have the same number.
+        # The number may now belong to a later process.
         start = process_start(status.pid)
         if start is None or start <= status.updated:
             return True
-    # A clock that was ahead, perhaps another host's, is no reason to wait longer.
+    # If the clock of the other host is ahead, the status seems to come from the future: do not wait longer for that.
     return max(0.0, time.time() - status.updated) < (here_seconds if is_here else silent_seconds)
 
 
@@ -52,7 +52,7 @@ class MemoryKills:
 
     Attributes:
         place: what was counted: `its control group` or `this machine`; empty if the kernel has no counter.
-        machine: number on the whole machine; None if the kernel has no counter of it.
+        machine: the count for the whole machine; None if the kernel has no such counter.
     """
 
     place: str
@@ -60,10 +60,10 @@ class MemoryKills:
     machine: int | None = None
 
     def evidence(self, root: Path = _ROOT) -> KillEvidence | None:
-        """Whether the kernel has sent a SIGKILL since this count; None if that is not known.
+        """Whether the kernel has killed a process since this count; None if that is not known.
 
-        False only if the kernel has killed nothing on the whole machine: the process may have been in another control
-        group.
+        `by_kernel` is False only if the kernel has killed nothing on the whole machine: the killed process may have
+        been in another control group.
         """
         now = memory_kills(root)
         if self.place and now.place == self.place and now.count > self.count:
@@ -76,7 +76,7 @@ class MemoryKills:
 
 
 def memory_kills(root: Path = _ROOT) -> MemoryKills:
-    """The counter of this process's control group; without one, that of the machine."""
+    """The kernel's present count for this process's control group; without such a counter, for the machine."""
 
     def count(path: Path) -> int | None:
         try:
@@ -96,9 +96,9 @@ def memory_kills(root: Path = _ROOT) -> MemoryKills:
 _LIMIT = 400
 # submitit's names of logs: JOB_RANK_log.err, where JOB may contain underscores too.
 _RANK = re.compile(r"_(\d+)_log\.(?:err|out)")
-# A task that refuses to begin says so on standard output, after the time.
+# What a task prints on standard output if it cannot begin: the time, then the error.
 _REFUSAL = re.compile(r"(?:\d\d:\d\d:\d\d +)?error: (.+)")
-# The last line of a program after a wrong option.
+# The last line that a program prints after a wrong option; it does not name the mistake.
 _HINT = re.compile(r"Try ['\"].* --help['\"] for more information\.?")
 
 
@@ -110,7 +110,7 @@ def early_end(logs: Iterable[Path], *, besides: str | None = None) -> str | None
 
     Args:
         logs: what the job's processes have printed; standard error has priority, then the lowest rank.
-        besides: a pattern of lines, such as those of a scheduler, that are used only if there are no others.
+        besides: a pattern of lines, such as those of a scheduler, that are used only if there are no other lines.
     """
 
     def order(path: Path) -> tuple[bool, int, str]:
@@ -160,10 +160,10 @@ class BadHost:
 
 
 def suspect(outcome: Outcome, nodes: Sequence[str], *, ranks_per_node: int) -> str | None:
-    """The host that may have caused an end; None: no host caused it, or the host is not known.
+    """The host that may have caused a failure; None: no host caused it, or the host is not known.
 
-    A hang, a failed node and a rank that a signal ended count. Errors of Python, out of memory and numbers that are not
-    finite come from the recipe or the code.
+    A host may cause a hang, the failure of a node, and the end of a rank by a signal. Python errors, lack of memory and
+    numbers that are not finite come from the recipe or the code.
     """
     killed = outcome.kind is OutcomeKind.CRASH and outcome.traceback is None and (outcome.exit_code or 0) < 0
     if not killed and outcome.kind not in (OutcomeKind.HANG, OutcomeKind.NODE_FAIL):
@@ -186,15 +186,15 @@ def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
         file = user_path(run.path.parent.parent) / FILE
         descriptor = open_to_write(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
-            # In one write, because several jobs may write at the same time.
+            # Write the line in one call, because several jobs may write at the same time.
             os.write(descriptor, _line(bad).encode())
         finally:
             os.close(descriptor)
 
 
 def bad_hosts(runs: Path) -> list[BadHost]:
-    """The failures, oldest first; lines that are damaged or foreign are skipped."""
-    # Imported here: a run that is started needs it only after a failure.
+    """The failures in `hosts.jsonl`, oldest first; damaged and other lines are skipped."""
+    # Imported here: the start of a run needs msgspec only after a failure.
     import msgspec
 
     found = []

@@ -113,7 +113,7 @@ def prepare(
             data=source.fingerprint(recipe.data),
             hardware=str(recipe.cluster.device),
             repeat=recipe.repeat,
-            # A run that has begun has a name already.
+            # A run that has begun has a name already: the weights from which it started are not read again.
             weights=None if started else start_fingerprint(recipe),
         )
         ready.append(Ready(recipe=recipe, identity=identity, ranks=ranks))
@@ -178,19 +178,19 @@ _WITH_A_LOSS = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKin
 class Attempts:
     """The attempts at a claimed run: begin, start the ranks, watch, conclude, and start again or end.
 
-    This process starts all ranks, or the one as which torchrun or srun has started it. In a job with a task for each
-    rank it starts rank 0, and the tasks of the others join each attempt by its rendezvous.
+    This process starts all ranks. If torchrun or srun has started it as one rank, it starts only that rank. In a job
+    with a task for each rank it starts rank 0, and the tasks of the other ranks join each attempt by its rendezvous.
 
     Args:
-        console: of the ranks that this process starts; None: its job has a task for each rank.
-        recipe: prepared; None: the job's.
-        ranks: of this process, if torchrun or srun has started it.
-        checkpoint: that the user has chosen for the next attempt; None: the newest.
+        console: where this process reports; None: its job has a task for each rank, and it reports to its task's log.
+        recipe: a prepared recipe; None: the recipe of the job.
+        ranks: rank and world of this process, if torchrun or srun has started it.
+        checkpoint: the one that the user has chosen for the next attempt; None: the newest.
         put_aside: the checkpoints after the chosen one, which were renamed.
-        job: of this process; a check that prevents its attempt then gives a result.
+        job: the job of this process, if any; in a job, an attempt that a check prevents gets a result too.
 
     Attributes:
-        restart: why the ranks start again, once they do.
+        restart: what begins the next attempt after a failure; None: the first attempt.
         round: number of the attempt in this start of the job, from 0.
         members: ranks of the job that take part; empty: all of them.
         has_lost_nodes: whether the last attempt has lost a node of the job.
@@ -248,7 +248,7 @@ class Attempts:
             else:
                 outcome = self._from_here(attempt, recipe, self._console)
             if not self.goes_on_after(outcome, recipe):
-                # A run that was stopped must end soon, and may go on: `titanlab sync` writes its files.
+                # Not for a stopped run, which must end soon and may resume: `titanlab sync` writes its tracker files.
                 is_stopped = outcome.kind.automatic or outcome.kind is OutcomeKind.CANCELLED
                 if not is_stopped and (problem := write_at_end(self.run, recipe, attempt)) is not None:
                     self.report(problem)
@@ -257,8 +257,8 @@ class Attempts:
     def recipe(self) -> Recipe:
         """The recipe of the first attempt, after every check.
 
-        A job that was put back into the queue after the loss of a node may start on fewer nodes: then the same rule
-        chooses a smaller layout.
+        A job that was put back into the queue after the loss of a node may start on fewer nodes: then `reduced`
+        chooses a smaller layout, as after a failed attempt.
 
         Raises:
             ConfigError: the recipe is not valid, or no layout fits so few processes.
@@ -272,7 +272,7 @@ class Attempts:
         check_unedited(self.run)
         recipe: Recipe = from_mapping(self.job.config())
         if self._console is not None:
-            # A scheduler may have started the process that submitted, not this one.
+            # Variables of a scheduler may come from the process that submitted: they do not give this process's rank.
             return prepare([recipe], note, started=True, environ={})[0].recipe
         world, least = self.job.place.ranks.world, recipe.launch.min_world
         if least is None or world >= recipe.layout.world:
@@ -290,16 +290,16 @@ class Attempts:
         config = self.job.config() if self.restart is None else to_mapping(self.restart.recipe)
         outcome = self.job.refused(error, config)
         if self._console is None:
-            # The other ranks wait for the rendezvous.
+            # Publish a rendezvous without an address: the other ranks wait for it, and then end.
             publish_meeting(self.run, Rendezvous(start=self.job.round(self.round), attempt=outcome.attempt))
             self._say_end(outcome)
         return outcome
 
     def _from_here(self, attempt: int, recipe: Recipe, console: Console) -> Outcome:
-        """Start all ranks, or the one of this process, and wait for their end."""
+        """Start all ranks, or only the rank of this process, and wait until they end."""
         run, ranks = self.run, self._ranks
-        # The attempt gets its result before a signal ends this process: torchrun sends SIGTERM to rank 0 while it
-        # records why another rank has failed.
+        # Hold signals until the attempt has its result: torchrun sends SIGTERM to rank 0 while rank 0 still records why
+        # another rank has failed.
         with held_signals() as held:
             held += [] if self._job is None else self._job.signals
             self._signals = held
@@ -323,7 +323,7 @@ class Attempts:
                 outcome = replace(outcome, cause=f"{by}; {(outcome.cause or '').partition('; ')[2]}")
                 run.write_result(outcome)
             if self._put_aside and not any(row["attempt"] == attempt for row in run.metrics("attempt")):
-                # The chosen checkpoint cannot be loaded: the later ones count again.
+                # The chosen checkpoint cannot be loaded: give the later checkpoints their names back.
                 put_back(self._put_aside)
         return outcome
 
@@ -348,7 +348,7 @@ class Attempts:
         outcome = self.called(corrected, recipe)
         self._say_end(outcome)
         if not self.members:
-            # In a smaller group the rank's number does not determine its host.
+            # Not for a smaller group: there, the rank's number does not tell on which host the rank was.
             self.remember_host(outcome)
         return outcome
 
@@ -356,7 +356,7 @@ class Attempts:
         self.report(f"{outcome.kind.value} at step {outcome.step}: {outcome.cause or outcome.kind.meaning}")
 
     def remember_host(self, outcome: Outcome) -> None:
-        """Remember the host that may have caused an end, except for jobs that can only run on this host."""
+        """Remember the host that may have caused a failure, except for jobs that can only run on this host."""
         place = self.job.place
         host = suspect(outcome, place.nodes, ranks_per_node=place.ranks_per_node)
         if host is not None and not default_config(place.launcher).runs_here:
@@ -365,7 +365,7 @@ class Attempts:
             self.report(f"{host} is remembered: a later job of this run leaves it out, until {clear}")
 
     def called(self, outcome: Outcome, recipe: Recipe) -> Outcome:
-        """Find out which ranks are lost after an attempt. Returns its outcome: `node_fail` if a node of it is lost.
+        """Find out which ranks are lost after an attempt. Returns its outcome: `node_fail` if it has lost a node.
 
         Only a job that may become smaller waits for its ranks' answers; the scheduler or other ranks end any other job.
         """
@@ -406,7 +406,7 @@ class Attempts:
         restart, self.round = self.restart, self.round + 1
         if restart is None:
             if self._console is None:
-                # The other ranks wait for the next attempt.
+                # Tell the other ranks, which wait for the next attempt, that there is none.
                 meeting = Rendezvous(start=self.job.round(self.round), reason=why_not or "has ended")
                 publish_meeting(self.run, meeting)
             return False
@@ -433,7 +433,7 @@ def _recorded(
     terminal: Collection[int],
     memory: KillEvidence | None,
 ) -> Outcome:
-    """The outcome of the attempt; written here if no rank lived long enough to write it.
+    """The outcome of the attempt. Writes it if no rank lived long enough to write it.
 
     Args:
         failed: exit codes of the ranks that failed, by rank.
@@ -454,7 +454,7 @@ def _recorded(
     if outcome.traceback and outcome.rank not in terminal and not tells_of_disk(outcome.cause):
         console.note(outcome.traceback.rstrip())
     if outcome.kind is OutcomeKind.INFEASIBLE:
-        # As before the start: one line with the key, the value, the rule and the cure.
+        # Print one line with the key, the value, the rule and the cure, as the checks before a start do.
         console.error(outcome.cause or outcome.kind.meaning)
         return outcome
     console.end(

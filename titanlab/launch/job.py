@@ -1,11 +1,11 @@
-"""One start of a job: a process of it, how its ranks meet, which are lost, and whether they start again.
+"""One start of a job: one of its processes, how its ranks meet, and which ranks are lost.
 
-Before an attempt, rank 0 begins it and publishes its address in a file, and the other ranks poll for it: before this,
-no rank knows an address, and every node sees files after some delay.
+Rank 0 begins an attempt and publishes its address in a file. The other ranks do not know the address before: they poll
+for the file, which a node may see after some delay.
 
-After an attempt, every rank that waits for the next one leaves a file, so that the next one goes on without ranks on a
-lost node. A scheduler needs minutes to notice that a node is lost (in Slurm SlurmdTimeout, 300 s); ranks that leave no
-file in a shorter time are taken for lost too. Rank 0 then decides whether they start again, and which of them.
+After an attempt, every rank that waits for the next attempt leaves a file. A rank without a file is taken for lost, and
+the next attempt goes on without it. A scheduler alone would need minutes to notice that a node is lost (in Slurm
+SlurmdTimeout, 300 s). Rank 0 then decides whether the ranks start again, and which of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from titanlab.system import counted, write_json
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One process of one start of a job; `index` is that of its run in the submission."""
+    """One process of one start of a job; `index` is the index of its run in the submission."""
 
     run: RunFolder
     place: ProcessPlace
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def is_hurried(self) -> bool:
-        """Whether the user has signalled twice and does not want to wait. Some schedulers repeat their signals."""
+        """Whether the user has signalled twice and does not want to wait. Repeats by a scheduler do not count."""
         times = [when for _, when in self.signals]
         is_repeated = bool(times) and times[-1] - times[0] > ONE_REQUEST_SECONDS
         return is_repeated and not self.launcher.repeats_signals
@@ -80,7 +80,7 @@ class Job:
         return self.place.restart > 0 and (made_by.get("token"), made_by.get("index")) == own
 
     def is_done(self) -> bool:
-        """Whether the run is done already; if so, this is printed."""
+        """Whether the run is done already; if so, prints a line that says so."""
         done = self.run.result()
         if done is None or done.kind is not OutcomeKind.DONE:
             return False
@@ -90,7 +90,7 @@ class Job:
     def config(self) -> dict[str, Any]:
         """The run's recipe for an attempt of this job, as plain values.
 
-        Its launcher may be another one than that with which the run was created, and its layout another one.
+        Its launcher and its layout may differ from those with which the run was created.
         """
         submission = self.submission
         launch = {"launch": dict(submission.launch)} if submission.launch else {}
@@ -168,7 +168,7 @@ def port_of(environ: Mapping[str, str]) -> int:
 
 
 MEETING_FILE = "rendezvous.json"
-# From the first task's start to rank 0's file: the nodes of a job start together, except after a slow prologue.
+# Ranks wait this long for rank 0's file: the nodes of a job start together, except after a slow prologue.
 WAIT_SECONDS = 600.0
 _MOST_LOOK_SECONDS = 5.0
 
@@ -178,8 +178,8 @@ class Rendezvous:
     """Where the ranks of one start of a job meet.
 
     Attributes:
-        start: of the job, with its token; see `Place.start`.
-        attempt: the number of the attempt that rank 0 has begun; 0: it has begun none, see `reason`.
+        start: identifies the start of the job, and the attempt in it; see `Job.round`.
+        attempt: the number of the attempt that rank 0 has begun; 0: it has begun none, for the `reason`.
         address, port: where rank 0 listens; port 0: the attempt has ended already.
         members: ranks of the job that take part, in the order of their ranks in the attempt; empty: all of them.
     """
@@ -193,7 +193,7 @@ class Rendezvous:
 
 
 def publish_meeting(run: RunFolder, meeting: Rendezvous) -> None:
-    """Write the file that the other ranks poll for: in the attempt's folder, or without an attempt in the run's."""
+    """Write the file for which the other ranks poll, into the attempt's folder; without an attempt, into the run's."""
     folder = run.attempt_folder(meeting.attempt) if meeting.attempt else run.path
     write_json(folder / MEETING_FILE, {"schema": 1, **asdict(meeting)})
 
@@ -227,7 +227,7 @@ def await_meeting(run: RunFolder, start: str, *, ranks: Ranks = ALONE, seconds: 
 
 
 ANSWERS = "ready"
-# After the result: a rank ends its worker within 30 s, and its file may appear 10 s later on a shared file system.
+# Time for the ranks' files: after the result a rank ends its worker within 30 s; its file may appear 10 s later.
 ANSWER_SECONDS = 60.0
 _ANSWER_POLL_SECONDS = 0.5
 # Seconds between two questions to the scheduler, which many users share.
@@ -249,7 +249,7 @@ class Loss:
 
 
 def answer_call(run: RunFolder, attempt: int, rank: int) -> None:
-    """Say that a rank of the job waits for the attempt after this one; does nothing if the disk is full."""
+    """Leave the file by which a rank says that it waits for the next attempt; does nothing if the disk is full."""
     folder = run.attempt_folder(attempt) / ANSWERS
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
@@ -260,7 +260,7 @@ def lost_ranks(job: Job, attempt: int, *, known: Collection[int] = (), seconds: 
     """After an attempt, wait until every rank has answered, or until it is known which ranks are lost.
 
     Args:
-        known: ranks that were lost before; this neither waits for them nor returns them.
+        known: ranks that were lost before; the function neither waits for them nor returns them.
         seconds: after this time, ranks without an answer are lost.
     """
     place, folder = job.place, job.run.attempt_folder(attempt) / ANSWERS
@@ -269,7 +269,7 @@ def lost_ranks(job: Job, attempt: int, *, known: Collection[int] = (), seconds: 
     gone: set[int] = set()
     while True:
         if time.monotonic() >= ask_at:
-            # Also asked when all have answered: the scheduler ends the processes of a node that it has taken away.
+            # Ask even if all ranks have answered: the scheduler ends the processes of a node that it takes from a job.
             taken = job.launcher.lost_nodes(place)
             gone = {rank for rank in expected if place.node_of(rank) in taken}
             ask_at = time.monotonic() + _ASK_SECONDS

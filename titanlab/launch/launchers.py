@@ -52,6 +52,6 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def given_cores(kind: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which a rank knows how many cores its launcher gave it; empty: ranks share those of the host."""
+    """The variable by which a rank knows how many cores its launcher gave it; empty: ranks share the host's cores."""
     cores = launcher_named(kind).cores(environ) if kind in discover().get("launch", {}) else None
     return {} if cores is None else {CORES: str(cores)}

@@ -38,7 +38,7 @@ LOG = "supervisor.log"
 _OWN_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
 # A job of another host, whose claim may not be seen here, counts as running for this time after its last status.
 _SILENT_SECONDS = 60.0
-# The start is quick: a supervisor does not import torch.
+# How long to wait for a new supervisor, which starts quickly because it does not import torch.
 _START_SECONDS = 60.0
 _START_POLL_SECONDS = 0.05
 _POLL_SECONDS = 0.2
@@ -52,9 +52,9 @@ class LocalJob:
     """One job of a submission.
 
     Attributes:
-        process: that this supervisor has started; None: it waits, an earlier supervisor has started it, or another
-            process works on its run.
-        devices: for this job alone, if this supervisor has started it.
+        process: the job's, if this supervisor has started it; None: the job waits, an earlier supervisor has started
+            it, or another process works on its run.
+        devices: GPUs that only this job uses, if this supervisor has started it.
     """
 
     submission: Submission
@@ -81,7 +81,7 @@ class LocalJob:
         return self.submission.shape.processes
 
     def state(self, sweep: Path) -> JobState:
-        """Where the job stands: its run is claimed, has an attempt of this job, or a result since the submission."""
+        """The job's state, from the claim of its run, the run's newest attempt, and its result."""
         run, job_id = RunFolder(sweep / self.run), self.submission.job_id or self.submission.token
         made_by = run.job() or {}
         has_begun = (made_by.get("token"), made_by.get("index")) == self.key
@@ -112,7 +112,7 @@ class LocalJob:
 def jobs_in_order(sweep: Path) -> list[LocalJob]:
     """The sweep's jobs of this launcher in the order in which they should start.
 
-    The oldest batch comes first; within a batch, the places of its runs count.
+    The oldest batch comes first; within a batch, `Submission.places` gives the order.
     """
     batches: dict[str, int] = {}
     jobs: dict[tuple[int, int, int], LocalJob] = {}
@@ -147,7 +147,7 @@ class LocalLauncher(Launcher):
     def cancel(
         self, sweep: Path, jobs: Sequence[tuple[Submission, int]], report: Callable[[str], None], *, is_gentle: bool
     ) -> None:
-        # A waiting job will not start: the process that cancels it writes its result.
+        # A waiting job needs no signal: the process that cancels it writes its result, so that it does not start.
         for submission, index in jobs:
             name = submission.runs[index]
             if (host := signal_run(RunFolder(sweep / name), signal.SIGINT)) is not None:
@@ -162,7 +162,7 @@ class LocalLauncher(Launcher):
 
 
 def wake(sweep: Path) -> bool:
-    """Start the sweep's supervisor if a job waits and none runs. Returns whether it was started.
+    """Start the sweep's supervisor if a job waits and no supervisor runs. Returns whether it was started.
 
     A running supervisor reads new submissions: before it ends, it claims the sweep and looks for them once more. If a
     new supervisor cannot run, because its interpreter is missing or the snapshot of the code is damaged, the jobs that
@@ -192,7 +192,7 @@ def wake(sweep: Path) -> bool:
         if holder_of(sweep, file=LOCK) == (socket.gethostname(), pid):
             return True
         time.sleep(_START_POLL_SECONDS)
-    # The supervisor may have finished already, or another one may hold the lock: both print no error.
+    # There is no error if the supervisor has finished already, or if another one holds the lock.
     if not is_claimed(sweep, file=LOCK) and (error := last_error(sweep, begin=begin)) is not None:
         for job in waiting:
             fail(sweep, job, f"could not be started: the sweep's supervisor has ended; {LOG} ends with: {error}")
@@ -200,7 +200,7 @@ def wake(sweep: Path) -> bool:
 
 
 def _environment(sweep: Path, submission: Submission) -> dict[str, str]:
-    """The environment of a process that runs a submission's snapshot, before the user's own modules."""
+    """The environment of a process that runs a submission's code; the code precedes the user's own modules."""
     own = submission.environment(sweep)
     # Python must not find snapshots of other submissions of this sweep.
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -222,7 +222,7 @@ def why_idle(sweep: Path) -> str | None:
 
 
 def last_error(sweep: Path, *, begin: int = 0) -> str | None:
-    """The error with which the supervisor's log ends; None: it ends with a line of the supervisor.
+    """The error with which the supervisor's log ends; None: the log ends with an ordinary line.
 
     Args:
         begin: skip lines before this byte.
@@ -232,7 +232,7 @@ def last_error(sweep: Path, *, begin: int = 0) -> str | None:
 
 
 def fail(sweep: Path, job: LocalJob, cause: str) -> None:
-    """Write the result of a job that has ended before its run began, unless another process has the run."""
+    """Write the result of a job that has ended before its run began, unless another process has claimed the run."""
     # Imported here: verbs that only ask for a launcher need no checkpoints.
     from titanlab.launch.attempt import with_progress
 
@@ -262,7 +262,7 @@ class Supervisor:
                     self._start(self._waiting[0])
                     continue
             except OSError as error:
-                # Running jobs go on, and none is started until there is space.
+                # Running jobs go on, and no other job is started until there is space.
                 fault = disk_fault(error)
                 if fault is None:
                     raise
@@ -272,7 +272,7 @@ class Supervisor:
             if self._waiting or self._running:
                 time.sleep(_POLL_SECONDS)
             else:
-                # A submission that comes now finds either this supervisor, which will read it, or none.
+                # While this process has the claim, none can submit: nothing comes between the last look and the end.
                 with contextlib.suppress(ConfigError), claim_sweep(self._sweep):
                     self._read_submissions()
                     if not self._waiting and not self._running:
@@ -309,7 +309,7 @@ class Supervisor:
         self._running[job.key] = job
 
     def _collect(self) -> None:
-        """Note the jobs that have ended; write a result for each that has not begun an attempt."""
+        """Remove the jobs that have ended; write a result for each that has not begun an attempt."""
         for key, job in list(self._running.items()):
             if job.process is not None and job.process.poll() is None:
                 continue
@@ -344,7 +344,7 @@ class Supervisor:
         """Start the first job that waits, unless it was cancelled, or another process works on its run."""
         job.devices = tuple(self._free_devices()[: job.submission.shape.gpus_per_node])
         try:
-            # `titanlab cancel` claims the sweep too.
+            # `titanlab cancel` claims the sweep too, so that it cannot cancel a job that is being started.
             with claim_sweep(self._sweep, patience_seconds=_PATIENCE_SECONDS):
                 state = job.state(self._sweep).state
                 if state == "pending":
@@ -367,7 +367,7 @@ class Supervisor:
     def _started(self, job: LocalJob) -> subprocess.Popen[bytes]:
         """Start the process of a job, which starts the ranks."""
         submission, folder = job.submission, Path(job.submission.folder)
-        # The same share of the cores for every process of a sweep, so that layouts can be compared.
+        # Every process of a sweep gets the same share of the cores, so that layouts can be compared.
         share = max(1, cores() // max(job.room, job.processes))
         output, errors = self._logs(job)
         with output.open("ab") as out, errors.open("ab") as err:
@@ -418,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError:
             return 0
         _say(f"supervisor {os.getpid()} of {sweep.name}")
-        # A shell starts background processes with SIGINT ignored. After this, children start with the default action.
+        # A shell starts background processes with SIGINT ignored. Handling it gives children the default action again.
         with handled_signals((signal.SIGTERM, signal.SIGINT), supervisor.end):
             supervisor.run(lock)
     return 0

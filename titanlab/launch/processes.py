@@ -48,26 +48,26 @@ from titanlab.system import STOPPED, Console, module_command, process_state
 
 # A rank that is stopped for this time is reported, and is killed if the run was asked to stop.
 STOPPED_SECONDS = 5.0
-# Time to end after a second stop request: enough to write notes.
+# Time to end after a second stop request: enough to write records of failures.
 HURRY_SECONDS = 5.0
 # Time to end after a stop request before the first step: there is nothing to save.
 START_SECONDS = 10.0
-# Time after a stop request without a new step or state in status.json: a step and a save take less.
+# The longest time after a stop request without a new step or state in status.json: a step or a save takes less.
 STOP_SECONDS = 600.0
 _ESCALATION_SECONDS = 0.5
 
 
 class Escalation:
-    """Decides when ranks of this host must be killed, because a request to stop has no effect; notes ranks that hang.
+    """Decides when ranks of this host must be killed, because a request to stop has no effect; records ranks that hang.
 
     Args:
-        world: number of ranks of the run; those on other hosts count too.
+        world: number of ranks of the run, including those on other hosts.
 
     Attributes:
-        signals: to this process.
-        unsent: those that the ranks have not got yet.
+        signals: those that this process has got.
+        unsent: the signals that were not yet sent to the ranks.
         is_over: whether the ranks must be killed: `is_due` has returned true.
-        hangs: whether a rank keeps others waiting because it is stopped.
+        hangs: whether a stopped rank (SIGSTOP) has kept the others waiting for longer than a step may take.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Escalation:
         self._asked_at = self._effect_at = self._hurried_at = 0.0
         self._progress: tuple[str, int] | None = None
         self._answer_due = self.hangs = self.is_over = False
-        # By rank, since when it is stopped; and the ranks that were reported as stopped.
+        # By rank, the time since which the rank is stopped; and the ranks that were reported as stopped.
         self._stopped_since: dict[int, float] = {}
         self._said: set[int] = set()
         self._looked_at = -float("inf")
@@ -92,7 +92,7 @@ class Escalation:
         self.unsent: list[int] = []
 
     def asked(self, kind: OutcomeKind, cause: str) -> None:
-        """Note a stop request; a second one, over a second later, means that the user does not want to wait."""
+        """Note a stop request. A second request, over a second later, means that the user does not want to wait."""
         now = self._clock()
         if self._asked is None:
             self._asked, self._asked_at, self._effect_at = (kind, cause), now, now
@@ -109,14 +109,14 @@ class Escalation:
         self.unsent.append(number)
 
     def is_due(self, pids: Mapping[int, int]) -> bool:
-        """Whether all ranks must be killed now; then a note says why.
+        """Whether all ranks must be killed now; if so, writes a record that says why.
 
         Args:
-            pids: process by rank, for the ranks of this host that have not ended.
+            pids: process numbers by rank, of the ranks of this host that have not ended.
         """
         now = self._clock()
         if self._answer_due:
-            # Answered here, because a signal's handler must not print.
+            # Answer the user here, because a signal's handler must not print.
             self._answer_due = False
             state, _ = self._state()
             if state in ("running", "saving"):
@@ -150,7 +150,7 @@ class Escalation:
         return True
 
     def _look_for_stopped(self, pids: Mapping[int, int], now: float) -> dict[int, str]:
-        """Ranks that have been stopped for a while, with the states of their processes; says so once for each."""
+        """States of the processes that have been stopped for a while, by rank; reports each such rank once."""
         states = {rank: state for rank, pid in pids.items() if (state := process_state(pid)) in STOPPED}
         self._stopped_since = {rank: self._stopped_since.get(rank, now) for rank in states}
         long = {rank: states[rank] for rank, since in self._stopped_since.items() if now - since >= STOPPED_SECONDS}
@@ -163,14 +163,14 @@ class Escalation:
                 resume = f": {command} lets it go on" if states[rank] == "T" else ""
                 words = f"rank {rank}: {STATES[states[rank]]} since {since}{waits}{resume}"
                 self._say(words)
-            # `status` and `diagnose` show it, perhaps on another host. A full disk must not end the watch.
+            # `titanlab status` and `diagnose` show this, perhaps on another host. A full disk must not end the watch.
             with contextlib.suppress(OSError):
                 self._run.keep_stopped(self._number(), rank, words)
         self._said = set(long)
         return long
 
     def _note_hang(self, stopped: Mapping[int, str], now: float) -> None:
-        """Note that a rank hangs if it keeps others waiting for as long as a step may take."""
+        """Record that a rank hangs if it keeps others waiting for as long as a step may take."""
         # State "t" is a debugger's: somebody is looking at the rank.
         ranks = [rank for rank, state in stopped.items() if state == "T"]
         if self.hangs or self._world == 1 or not ranks:
@@ -181,7 +181,7 @@ class Escalation:
             # 0: no limit.
             limit = LEAST_LIMIT_SECONDS if given is None else float(given) or None
         for rank in ranks:
-            # In a step, the waiting ranks note the hang first.
+            # Wait longer than the limit: during a step, the waiting ranks record the hang first.
             if limit is not None and now - self._stopped_since[rank] >= limit + STOPPED_SECONDS:
                 self.hangs = True
                 what = f"a rank was stopped for {limit:g} s"
@@ -200,19 +200,19 @@ class Escalation:
         return self._attempt or self._run.newest_attempt()
 
     def _note(self, kind: OutcomeKind, rank: int, cause: str) -> None:
-        # If the disk is full, the ranks are killed without a note.
+        # If the disk is full, the ranks are killed without a record.
         with contextlib.suppress(OSError):
             step = self._state()[1]
             self._run.write_failure(Outcome(kind=kind, rank=rank, step=step, attempt=self._number(), cause=cause))
 
 
 _POLL_SECONDS = 0.05
-# A process in state D (it waits for a device) does not end at SIGKILL.
+# The longest wait after SIGKILL: a process in state D (it waits for a device) does not end.
 KILL_SECONDS = 30.0
 
 
 class RankProcesses:
-    """Child processes of this process, each the leader of a session, by rank: started by it, or adopted (a number)."""
+    """Ranks that are children of this process, each the leader of a session. An adopted child is a process number."""
 
     def __init__(self, processes: Mapping[int, int | subprocess.Popen[bytes]]) -> None:
         self.pids = {rank: each if isinstance(each, int) else each.pid for rank, each in processes.items()}
@@ -220,12 +220,12 @@ class RankProcesses:
         self._codes: dict[int, int] = {}
 
     def running(self) -> dict[int, int]:
-        """The processes that have not ended; reaps the others."""
+        """Process numbers of the ranks that have not ended, by rank; reaps the ranks that have ended."""
         for rank in self.pids.keys() - self._codes.keys():
             try:
                 pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
             except ChildProcessError:
-                # No exit code is kept if SIGCHLD is ignored: some programs start this one in that state.
+                # The kernel keeps no exit code if SIGCHLD is ignored; some programs start this one in that state.
                 pid, status = self.pids[rank], 0
             if pid:
                 self._codes[rank] = os.waitstatus_to_exitcode(status)
@@ -245,10 +245,10 @@ class RankProcesses:
         return dict(sorted(self._codes.items()))
 
     def watch(self, escalation: Escalation, look: Callable[[], float | None], *, seconds: float) -> None:
-        """Wait until all ranks have ended well, one has failed, or those that are left must be ended.
+        """Wait until all ranks have ended with exit code 0, one has failed, or the remaining ranks must be ended.
 
         Args:
-            look: called every so many `seconds`; returns how long the ranks may still run, None for any time. The
+            look: called every `seconds`; returns how many seconds the ranks may still run, None for any time. The
                 earliest end counts.
         """
         end, look_at = float("inf"), time.monotonic()
@@ -269,7 +269,7 @@ class RankProcesses:
             _ask_to_stop(pid, number)
 
     def end(self, number: int, *, seconds: float) -> None:
-        """End all ranks, with the processes that they have started: by a signal, and by SIGKILL some seconds later."""
+        """End all ranks and the processes that they started: by signal `number`, and after `seconds` by SIGKILL."""
         for send, limit in ((number, seconds), (signal.SIGKILL, KILL_SECONDS)):
             for pid in self.running().values():
                 with contextlib.suppress(ProcessLookupError):
@@ -278,7 +278,7 @@ class RankProcesses:
             self.wait(limit)
 
     def wait(self, seconds: float) -> None:
-        """Wait until all have ended, but no longer than this."""
+        """Wait until all ranks have ended, at most for `seconds`."""
         end = time.monotonic() + seconds
         while self.running() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
@@ -290,11 +290,11 @@ def _ask_to_stop(pid: int, number: int) -> None:
             os.kill(pid, each)
 
 
-# A rank that hangs ends by itself within this time after its note.
+# A rank that hangs ends by itself within this time after it has recorded the hang.
 _LINGER_SECONDS = 6.0
 # The other ranks have this time to end after one has failed.
 GRACE_SECONDS = 5
-# Seconds between two looks for notes of ranks that hang.
+# Seconds between two looks for records of ranks that hang.
 _HANG_LOOK_SECONDS = 0.5
 # Seconds between two looks at the process that forks the ranks.
 _LOOK_SECONDS = 0.2
@@ -302,7 +302,7 @@ _PIPE_BYTES = 65_536
 
 
 def of_this_host(world: int) -> Ranks:
-    """Rank 0 of a run of which this host has all ranks."""
+    """The `Ranks` of rank 0, for a run whose ranks are all on this host."""
     return replace(ALONE, world=world, local_world=world, port=free_port(), started_by=Local.kind)
 
 
@@ -311,19 +311,20 @@ def start(
 ) -> dict[int, int]:
     """Run `titanlab.launch.rank FOLDER` as the rank of this process, or as all ranks, and wait until they end.
 
-    Rank 0 writes to this terminal; ranks that only this process starts write to `logs/rank-N.log`. SIGINT, SIGTERM and
-    a scheduler's warnings are forwarded: the ranks agree on a step, save, and end. Then this process gets them too.
+    Rank 0 writes to this terminal. If this process starts all ranks, the others write to `logs/rank-N.log`. SIGINT,
+    SIGTERM and a scheduler's warnings are forwarded: the ranks agree on a step, save, and end. Then this process raises
+    these signals for itself.
 
     Args:
-        ranks: `of_this_host` for all ranks.
-        attempt: None: the ranks agree on it.
+        ranks: the rank of this process; for all ranks, the value of `of_this_host`.
+        attempt: its number; None: the ranks agree on it.
         config: the recipe as plain values, for a rank that may start before rank 0 has written config.yaml.
 
     Returns:
         exit codes of the ranks that failed, by rank; -N for signal N. Their own records are in the run's folder.
     """
     begin = time.time()
-    # Rank 0 has the terminal.
+    # Only rank 0 writes to the terminal.
     say = Console(quiet=ranks.rank > 0).note
     escalation = Escalation(run, attempt=attempt, world=ranks.world, say=say)
     with handled_signals(caught_signals(), escalation.signalled):
@@ -353,7 +354,7 @@ def wait_for(
 ) -> dict[int, int]:
     """Wait until the ranks of this host have ended, or end all after the failure of one.
 
-    Returns the exit codes of those that failed, by rank.
+    Returns the exit codes of the ranks that failed, by rank.
 
     Args:
         since: seconds since the epoch; older notes of hangs are from earlier attempts.
@@ -375,7 +376,7 @@ def wait_for(
         elsewhere = None if world == len(started.pids) else world
         are_silent = await_notes(run, others, since=since, world=elsewhere)
         if hangs and not are_silent and elsewhere is not None:
-            # The exit code tells the launcher of other hosts' ranks that this rank hangs.
+            # Let the rank end by itself: its exit code tells the launcher of other hosts' ranks that it hangs.
             started.wait(_LINGER_SECONDS)
         # Ranks that hang save nothing: they get no time to end.
         started.end(signal.SIGKILL if hangs else signal.SIGTERM, seconds=GRACE_SECONDS)
@@ -400,7 +401,7 @@ def _each(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalat
 def _forked(run: RunFolder, first: Ranks, attempt: int | None, escalation: Escalation) -> RankProcesses | int:
     """Start one process that forks the ranks and exits; this process becomes their parent (`rank/fork.py`).
 
-    Returns an exit code if the process has failed before the ranks were forked.
+    Returns the forking process's exit code if it has failed before the ranks were forked.
     """
     reading, writing = os.pipe()
     forking = subprocess.Popen(
@@ -462,7 +463,7 @@ def start_worker(
         preexec_fn=set_up,
     )
     if child.stdin is not None:
-        # A worker that has ended already is found by its exit code.
+        # If the worker has ended already, its exit code tells so later.
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(json.dumps(config).encode() + b"\n")
     return child

@@ -1,7 +1,7 @@
 """Submissions: one file for each array of jobs, in `submissions/` of the sweep's folder, with the shape of its jobs.
 
 A submission is written before its jobs are submitted, with a token that ends the jobs' name in the queue. A process
-that reads one without a job number asks the queue for the token: no job is submitted twice, and none is lost.
+that reads a submission without a job number asks the queue for the token: no job is submitted twice, and none is lost.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def shape_of(recipe: Recipe) -> JobShape:
 def check_cluster(cluster: Cluster, launch: LaunchSettings) -> None:
     """Check that a cluster describes its nodes: jobs run there, and this host's devices say nothing about them.
 
-    Call it before a recipe is resolved: that replaces `auto` by values of this host.
+    Call it before a recipe is resolved: `resolve` replaces `auto` by values of this host.
 
     Raises:
         ConfigError: the accelerator or the size of a node is left to be detected.
@@ -119,7 +119,7 @@ def check_cluster(cluster: Cluster, launch: LaunchSettings) -> None:
 SCHEMA = 1
 # A lock in the sweep's folder for every call of sbatch, which may outlive the process that made it.
 HANDING_OVER = ".sbatch"
-# A submission of many runs takes some seconds.
+# How long to wait for another process: it takes some seconds to submit many runs.
 _CLAIM_SECONDS = 60.0
 # Commas separate the names in Slurm's lists of jobs; other characters may be special to a shell or a file system.
 # Tokens, names of runs and numbers of jobs become paths and arguments of a scheduler's commands.
@@ -166,7 +166,7 @@ class Submission:
         """The arguments of the interpreter for every task of a job.
 
         Args:
-            index: of the job; None: each task reads its own from the environment (`Launcher.place_in`).
+            index: the job's; None: each task reads the index of its job from the environment (`Launcher.place_in`).
         """
         # -P: a clone in the current folder must not be imported instead of the snapshot.
         words = ["-P", "-m", "titanlab.launch.task", str(sweep), self.token]
@@ -211,7 +211,7 @@ def submission_file(sweep: Path, token: str) -> Path:
 
 
 def claim_sweep(sweep: Path, *, patience_seconds: float = _CLAIM_SECONDS) -> AbstractContextManager[None]:
-    """Claim a sweep's folder to submit, retry or cancel; a ConfigError if another process keeps it for longer."""
+    """Claim a sweep's folder to submit, retry or cancel. ConfigError: another process holds the claim for too long."""
     return claimed(sweep, "sweep", patience_seconds=patience_seconds)
 
 

@@ -4,7 +4,7 @@ A job of one host has one task, which runs all ranks as `titanlab train` does. O
 starts the rank's worker as a child process and watches it. Rank 0 also claims the run, begins the attempt, publishes
 its address, and makes sure that there is a result. Without INDEX, the index of the job in its array is used.
 
-A job puts itself back into the queue if the run did not cause its end; after a lost node it accepts fewer nodes.
+A job puts itself back into the queue if the run did not cause its end; after the loss of a node it accepts fewer nodes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CLAIM_DEAD_SECONDS = 150.0
 _CLAIM_LOOK_SECONDS = 0.2
 # After this time without a result, ranks of a job that survives the loss of a node ask whether rank 0 is lost.
 ALONE_SECONDS = 30.0
-# A rank that was left out ends after this time without a sign of rank 0.
+# A rank that was left out ends if rank 0 shows no sign of life for this time.
 _LEFT_OUT_SECONDS = 60.0
 
 
@@ -91,14 +91,14 @@ def _lead(job: Job) -> int:
             job.run.write_result(with_progress(job.run, outcome))
             return _exit_code(outcome)
         try:
-            # All tasks of an earlier start may have been killed at once, with their node.
+            # All tasks of an earlier start may have been killed at once, so that its attempt has no result yet.
             close_earlier(job.run)
         except TitanlabError as error:
             say(f"error: {error}")
             return _nothing_to_do(job, str(error), code=error.exit_code)
         console = None
         if not job.has_a_task_for_each_rank:
-            # Rank 0 has no terminal.
+            # Without a terminal, rank 0 writes to a log, as other ranks do.
             os.environ[LOG] = str(job.run.logs / "rank-0.log")
             console = stack.enter_context(Console())
         attempts = Attempts(job.run, console, job=job)
@@ -157,7 +157,7 @@ def _follow(job: Job) -> int:
         else:
             stop = StopCheck(job, signal_seconds=launch_of(recipe).signal_seconds)
             code = watched(job, recipe, meeting, stop)
-            # Wait for the result: when a rank leaves earlier, the scheduler may end rank 0, which writes it.
+            # Wait for the result: if a rank leaves earlier, the scheduler may end rank 0, which writes the result.
             seconds = ALONE_SECONDS if survives(job, recipe) else RESULT_SECONDS
             outcome = await_result(job.run, meeting.attempt, job.place.ranks.world, seconds=seconds)
         if outcome is None:
@@ -242,12 +242,12 @@ def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
     nothing else ends the job before its time limit.
 
     Args:
-        attempt: rank 0 has not written its result; if the result appears, rank 0 is alive.
+        attempt: the one whose result rank 0 has not written; if the result appears, rank 0 is alive.
     """
     if not survives(job, recipe):
         return False
     place, end = job.place, time.monotonic() + LOST_SECONDS
-    # One rank of each node asks: few questions for the scheduler, and another dead process does no harm.
+    # One rank of each node asks: the scheduler gets few questions, and one more dead process does no harm.
     asks, lost = place.ranks.rank % place.ranks_per_node == 0, frozenset[str]()
     while place.nodes[0] not in lost:
         if job.run.result(attempt) is not None or time.monotonic() > end:
@@ -257,7 +257,7 @@ def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
         time.sleep(_ASK_SECONDS)
         lost = job.launcher.lost_nodes(place) if asks else lost
     say(f"{place.launcher} has taken {place.nodes[0]} from the job, on which rank 0 was")
-    # Lose no time between requeue and setting the range of nodes: after the requeue the scheduler ends this process.
+    # Compute this before the requeue: after it, the scheduler soon ends this process.
     least_nodes = fewest_nodes(job)
     left = [node for node in place.nodes if node not in lost]
     node = place.node_of(place.ranks.rank)

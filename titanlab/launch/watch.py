@@ -139,10 +139,10 @@ def meaning(
     return launcher.stop_reason(signal.Signals(number).name, place, signal_seconds=signal_seconds)
 
 
-# When another rank has failed, a worker has this time to record its own state; after a hang it first writes its stacks.
+# After another rank's failure, a worker has this time to record its own state; after a hang also to write its stacks.
 GRACE_SECONDS = 5.0
 HANG_GRACE_SECONDS = ANSWER_SECONDS
-# From the result on disk to the end of the worker.
+# A worker has this time to end after the result is on disk.
 TEARDOWN_SECONDS = 30.0
 # On a shared file system, files of other nodes may appear this much later.
 SETTLE_SECONDS = 10.0
@@ -161,7 +161,7 @@ class RankWatch:
         self._is_ending = False
 
     def to_end(self) -> int:
-        """Wait until the worker ends, and make sure that its reason is recorded. Returns its exit code."""
+        """Wait until the worker ends, and make sure that the reason is recorded. Returns its exit code."""
         run, rank, kills, begin = self._run, self._ranks.rank, memory_kills(), time.time()
         seconds = look_seconds(self._ranks.world, is_first=self._ranks.local_rank == 0)
         self._started.watch(self._escalation, self._look, seconds=seconds)

@@ -1,4 +1,4 @@
-"""An exclusive lock on a folder: one process at a time holds the lock, at most until that process ends."""
+"""An exclusive lock on a folder. One process at a time holds it; when that process ends, the lock is released."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titanlab.errors import ConfigError
 from titanlab.system import open_to_write, read_text, stopped_note
 
 FILE = ".claim"
-# `is_claimed` holds the lock for an instant, so try for this time.
+# `is_claimed` of another process holds the lock for an instant: try again for this time.
 PATIENCE_SECONDS = 0.5
 _RETRY_SECONDS = 0.05
 _HOLDER = r"process (\d+) on (.+)"
@@ -56,7 +56,7 @@ def name_holder(descriptor: int) -> None:
 
 
 def holder(descriptor: int) -> tuple[str, str]:
-    """The process that holds a lock, from its file, and a clause that says whether that process is stopped."""
+    """The process that holds a lock, from the lock file; and a clause that says if it is stopped, otherwise empty."""
     name = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
     known = re.fullmatch(_HOLDER, name)
     is_here = known is not None and known[2] == socket.gethostname()
@@ -77,7 +77,7 @@ def is_claimed(folder: Path, *, file: str = FILE) -> bool:
     try:
         descriptor = os.open(folder / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return False  # There is no lock file, or no permission to read it, or it is a link, which nobody locks.
+        return False  # There is no lock file, it may not be read, or it is a link, which no process locks.
     try:
         # A shared lock, so that several processes can call this function at the same time.
         return not _locked(descriptor, 0.0, fcntl.LOCK_SH)

@@ -1,4 +1,4 @@
-"""JSON and YAML in the folder of a run: a damaged file, or one of another version, is an error of one line.
+"""JSON and YAML in the folder of a run. A damaged file, or a file of another version, is an error of one line.
 
 A config.yaml is written so that readers of YAML 1.1 and of YAML 1.2 get the same values. The sections of the configs of
 a sweep (`training:` and its keys) are mostly equal, so writing and reading cache equal sections: a table of a thousand
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -> T | None:
-    """The object in a JSON file as a dataclass; None if there is no file. Keys of a later version are left out.
+    """The object in a JSON file as a dataclass; None if there is no file. Unknown keys are ignored.
 
     Args:
-        schema: the number of the schema in the file, if it has one.
+        schema: the schema number that the file must have, if it has one.
         cure: the error's advice about a damaged file.
 
     Raises:
@@ -54,7 +54,7 @@ def read_typed(path: Path, kind: type[T], *, schema: int, cure: str = RESTORE) -
         rule = f"{path} has schema {value['schema']}, and this version of titanlab reads schema {schema}"
         raise ConfigError("schema", value["schema"], rule, "use the version that made it")
     try:
-        # `str_keys`: JSON's keys are texts, also those of a mapping from numbers.
+        # `str_keys`: keys are always text in JSON; this converts them where a mapping has numbers as keys.
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
         rule, _, place = str(error).partition(" - at ")
@@ -82,24 +82,24 @@ def loaded(text: str) -> Any:
     value = parse_json(text)
     if "\\u" not in text:
         return value
-    # JSON can escape a lone surrogate, which no terminal and no table can write.
+    # JSON can escape a lone surrogate, which a terminal or a table cannot write: replace it.
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
-# libyaml reads eight times as fast; not every PyYAML has it.
+# libyaml's loader is eight times as fast; not every PyYAML has libyaml.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # The position before each line that begins in the first column.
 _SECTION = re.compile(r"^(?=\S)", re.MULTILINE)
-# Unicode's line breaks that YAML 1.2 does not count as such.
+# Line breaks of Unicode that are not line breaks in YAML 1.2.
 _BREAKS = re.compile("[\x85\u2028\u2029]")
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*:( |$)")
-# Largest number of aliases inside anchors: only these multiply, and 30 cannot stand for more than some 60,000 copies.
+# The most aliases inside anchors. Only such nested aliases multiply: 30 of them stand for at most some 60,000 copies.
 MOST_ALIASES = 30
 MOST_DEPTH = 200
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Writes block style, keeps the order of fields, and quotes text that a reader could take for a number."""
+    """Writes block style, keeps the order of fields, and quotes texts that a reader could take for numbers."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True  # Anchors such as `&id001` are hard to read.
@@ -112,7 +112,7 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         # PyYAML reads 1e-5 as text, OmegaConf (like YAML 1.2) as a number; both read '1e-5' as text.
         style = "'"
     if _BREAKS.search(value):
-        # PyYAML writes these breaks as they are between quotes of other styles, and reads them as spaces.
+        # Only in double quotes PyYAML escapes these breaks; otherwise it would read them as spaces.
         style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -146,7 +146,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The values in a config.yaml. ConfigError: the file is missing, cannot be read, or has no mapping at its root."""
     try:
         text = read_text(path)
-        # None for a section that must be read with the rest of the file.
+        # An item is None if its section must be read together with the rest of the file.
         sections = [_section(section) for section in _SECTION.split(text) if section]
         config: Any = {}
         for packed in sections:
@@ -166,9 +166,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _section(text: str) -> bytes | None:
-    """A mapping of one key, packed; None for a section that may depend on others, or that has another style."""
+    """A section as a mapping of one key, packed by marshal; None if it may depend on other sections or is not plain."""
     lines = text.splitlines()
-    # Anchors, tags, texts of several lines, comments: rare, so leave them to the parser of the whole file.
+    # Leave anchors, tags, texts of several lines and comments, which are rare, to the parser of the whole file.
     is_plain = _KEY.match(lines[0]) and not any(character in text for character in '&*!|>%#"\t')
     for line in lines:
         is_closed = line.count("'") % 2 == 0 and all(
@@ -185,7 +185,7 @@ def _section(text: str) -> bytes | None:
 
 
 def parse_yaml(text: str) -> Any:
-    """The values of a YAML, which may come from a stranger.
+    """The values of a YAML text, which may come from a stranger.
 
     Raises:
         ValueError: the text is not YAML, or `yaml_excess` refuses it. The message is one line.
@@ -199,16 +199,16 @@ def parse_yaml(text: str) -> Any:
 
 
 def yaml_excess(text: str) -> str | None:
-    """Why a YAML is too large or too deep to read, in words; None if it can be read.
+    """Why a YAML text is too large or too deep to read, in words; None if it can be read.
 
     libyaml's loader overflows the stack of the process on deep nesting (PyYAML 6), and nine lines with aliases (`&a`,
-    `*a`) can stand for a billion values. The parser's events show both before anything is made.
+    `*a`) can stand for a billion values. The parser's events show depth and aliases before any value is made.
     """
-    # Every level needs a bracket, or a column of a line.
+    # Every level of nesting needs a bracket, or a further column of indentation.
     deepest = text.count("[") + text.count("{") + max(map(len, text.splitlines()), default=0)
     if deepest <= MOST_DEPTH and not ("&" in text and "*" in text):
         return None
-    # The anchors of the open collections.
+    # The anchors of the collections that are open; None for a collection without an anchor.
     anchors: list[str | None] = []
     aliases = 0
     for event in yaml.parse(text, Loader=_LOADER):

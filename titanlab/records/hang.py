@@ -1,8 +1,8 @@
 """A hang: the record of each rank (`attempts/N/hang/rank-R.json`), and the rank that made the others wait.
 
-The evidence of a verdict, strongest first: a rank that ended early; a rank that does not answer; ranks that call
-different collectives; a rank that waits for nobody; a rank that calls something else than in its earlier steps; a rank
-for which others wait and that is in no collective. If this does not decide, no rank is named.
+The verdict names the ranks for which the evidence is strongest. From the strongest: a rank ended early; a rank does not
+answer; ranks call different collectives; a rank waits for no other; a rank calls something else than in its earlier
+steps; a rank for which others wait is in no collective. If there is no such evidence, no rank is named.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective, or a send or receive (`is_message`), that a rank has called, with its number in torch's group."""
+    """A collective, or a send or receive (`is_message`), that a rank has called; `sequence`: number in its group."""
 
     group: str
     sequence: int
     operation: str
-    sizes: tuple[tuple[int, ...], ...]  # of its inputs
-    dtypes: tuple[str, ...]  # in torch's words
+    sizes: tuple[tuple[int, ...], ...]  # shapes of its input tensors
+    dtypes: tuple[str, ...]  # of its inputs, as torch names them
     is_message: bool
     is_done: bool
-    # Seconds since the epoch: when it was called, when the device began and ended it. 0: not known, as with gloo.
+    # When it was called, and when the device began and ended it, in seconds since the epoch. 0: unknown, as with gloo.
     created: float = 0.0
     started: float = 0.0
     ended: float = 0.0
@@ -61,7 +61,7 @@ class Collective:
 
     @property
     def signature(self) -> tuple[str, tuple[tuple[int, ...], ...]]:
-        """What must be equal on all ranks of the group: operation and sizes, or operation only."""
+        """What must be equal on all ranks of the group: the operation, and for some operations also the sizes."""
         return self.operation, self.sizes if any(name in self.operation for name in _EQUAL_SIZES) else ()
 
 
@@ -75,7 +75,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The send or receive of a pipeline for which a rank waits."""
+    """The send or receive of a pipeline for which a rank waits; `peer`: the rank at the other end."""
 
     operation: str
     what: str
@@ -87,9 +87,9 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Messages:
-    """Sends and receives of a pipeline: how many a rank has started, by the other rank, and what it waits for."""
+    """A rank's sends and receives in a pipeline: their numbers by peer rank, and the message for which it waits."""
 
-    runs: bool  # whether a schedule was running; if not, all its messages had been started
+    runs: bool  # whether a schedule was running; if not, the rank had started all messages of its schedule
     stages: tuple[int, ...]
     sent: Mapping[int, int]
     received: Mapping[int, int]
@@ -98,21 +98,21 @@ class Messages:
 
 @dataclass(frozen=True, kw_only=True)
 class HangRecord:
-    """One rank's record; it has `raised` an error, `waits` for other ranks or its device, `computes`, or `stands`."""
+    """One rank's record. It has `raised` an error, `waits` for ranks or its device, `computes`, or `stands`."""
 
     rank: int
     state: RankState
-    phase: str  # such as `step 3`, which began `seconds` ago
-    step: int  # the last complete one
+    phase: str  # what the rank does, such as `step 3`, which began `seconds` ago
+    step: int  # the last complete step
     seconds: float
-    limit: float | None  # that the phase has reached; None: another rank reached its limit first
+    limit: float | None  # the limit in seconds that the phase has reached; None: another rank reached its limit first
     activity: str  # `data`, `checkpoint` or empty
     source: CodeLine | None  # the innermost line of titanlab or of the user
-    stack: tuple[CodeLine, ...]  # of the main thread, innermost first
-    groups: Mapping[str, GroupRecord]  # by torch's name
+    stack: tuple[CodeLine, ...]  # the main thread's stack, innermost line first
+    groups: Mapping[str, GroupRecord]  # by torch's name of the group
     messages: Messages | None
     collectives: tuple[Collective, ...]  # oldest first
-    coordinates: Mapping[str, int] = field(default_factory=dict)  # on each axis whose degree is above 1
+    coordinates: Mapping[str, int] = field(default_factory=dict)  # this rank's, on each axis whose degree is above 1
     time: float = 0.0  # when the record was made, in seconds since the epoch
 
     def group_of(self, call: Collective) -> GroupRecord:
@@ -130,13 +130,13 @@ def write_hang(run: RunFolder, attempt: int, record: HangRecord) -> None:
     """Write a rank's record."""
     folder = hang_folder(run, attempt)
     folder.mkdir(parents=True, exist_ok=True)
-    # In one line: a record has a thousand collectives.
+    # Write one line, without indentation: a record has a thousand collectives.
     text = json.dumps(finite({"schema": SCHEMA, **asdict(record)}))
     write_text(folder / f"rank-{record.rank}.json", text + "\n")
 
 
 def read_hang(run: RunFolder, attempt: int) -> tuple[dict[int, HangRecord], dict[int, str]]:
-    """The records of an attempt by rank, and for damaged files the reason in one line."""
+    """The records of an attempt by rank; and by rank, what is wrong with damaged records, in one line each."""
     records: dict[int, HangRecord] = {}
     damaged: dict[int, str] = {}
     for path in sorted(hang_folder(run, attempt).glob("rank-*.json")):
@@ -152,11 +152,11 @@ def read_hang(run: RunFolder, attempt: int) -> tuple[dict[int, HangRecord], dict
 
 # Collectives whose inputs have the same size on all ranks.
 _EQUAL_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
-# Two places are compared if at least this many collectives before them are the same.
+# Two positions in a rank's list of collectives are compared if at least this many collectives before them are equal.
 _FEWEST_EQUAL = 3
 _MOST_NAMED = 8
-# File and functions in which a rank posts or waits for keys and values of a ring. With NCCL a rank can wait when it
-# posts: the first message of a group starts the group, which waits for the other ranks.
+# File and functions in which a rank sends or awaits keys and values in a ring (context parallelism). With NCCL a rank
+# may wait already when it sends: the first message of a group starts the group, which waits for the other ranks.
 _RING_FILE, _RING_FUNCTIONS = "titanlab/parallelism/context.py", ("received", "transfer")
 _ACTIVITIES = {"data": "wait for data", "checkpoint": "are in a checkpoint"}
 _SINGULAR = {"wait": "waits", "call": "calls", "compute": "computes", "stand": "stands", "are": "is", "do": "does"}
@@ -169,10 +169,10 @@ class Wait:
     """What a rank waits for, or what it does instead (`verb`, such as `compute`)."""
 
     verb: str = "wait"
-    text: str = ""  # `all_reduce (shard, sequence number 41)`; empty if it is not known
-    on: frozenset[int] = frozenset()  # ranks that have not come; empty if all have, or if they are not known
-    call: Collective | None = None  # None for a message
-    skipped: str = ""  # messages that the rank in `on` should have started: it has ended its schedule
+    text: str = ""  # such as `all_reduce (shard, sequence number 41)`; empty if unknown
+    on: frozenset[int] = frozenset()  # ranks that have not come; empty if all have come, or if unknown
+    call: Collective | None = None  # the collective; None for a message of a pipeline
+    skipped: str = ""  # messages that the rank in `on` has skipped: it has ended its schedule without them
     at: str = ""  # the line of titanlab or of the user in which the rank is
 
     def __str__(self) -> str:
@@ -182,12 +182,12 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The verdict in one sentence, and the ranks that made the others wait; none if the records do not show them."""
+    """The verdict in one sentence, and the ranks that made the others wait; empty if the records do not show them."""
 
     verdict: str
     ranks: tuple[int, ...] = ()
-    pending: str | None = None  # the collective or message in which the others wait; None if none of them waits
-    waits: Mapping[int, Wait] = field(default_factory=dict)  # of each rank with a record
+    pending: str | None = None  # the collective or message in which the other ranks wait; None if none of them waits
+    waits: Mapping[int, Wait] = field(default_factory=dict)  # by rank, for each rank with a record
 
 
 Finding = tuple[str, Collection[int]]
@@ -206,8 +206,8 @@ def diagnose(
 
     Args:
         world: number of ranks; 0: unknown.
-        silent: ranks that did not answer, with what is known of their processes.
-        ended: ranks that ended before, with the way in which each ended.
+        silent: by rank that did not answer, what is known of its process.
+        ended: by rank that ended before the hang, how it ended.
         unread: ranks that have answered, but whose records cannot be read.
     """
     silent, ended = dict(silent or {}), dict(ended or {})
@@ -219,7 +219,7 @@ def diagnose(
     others = {rank: wait for rank, wait in waits.items() if rank not in ranks}
     if ranks and others:
         text += f"; {_listed(others)}"
-    # First those who wait for a named rank; without one, a collective that all of its ranks have called.
+    # First, ranks that wait for a named rank; if no rank is named, ranks whose collective all ranks have called.
     ordered = sorted(others.values(), key=lambda wait: not wait.on & set(ranks) if ranks else bool(wait.on))
     pending = next((wait.text for wait in ordered if wait.text), None)
     return Diagnosis(verdict=text, ranks=ranks, pending=pending, waits=waits)
@@ -233,7 +233,7 @@ def _findings(
     *,
     has_all: bool,
 ) -> Iterator[Finding]:
-    """What the records show, the strongest evidence first; the last finding names no rank."""
+    """Yield what the records show, the strongest evidence first; the last finding names no rank."""
     for reasons, phrase in ((ended, "ended early"), (silent, "do not answer")):
         listing = ", ".join(f"rank {rank}: {reasons[rank]}" for rank in sorted(reasons)[:_MOST_NAMED])
         if only := list(reasons.values()):
@@ -251,7 +251,7 @@ def _findings(
                 f"rank {peer} {wait.skipped}" + (f" and {_agreeing(waits[peer], 1)}" if waits[peer].text else ""),
                 [peer],
             )
-    # Every rank with a record waits. If each waits for another, the graph of waits has a cycle.
+    # Here every rank with a record waits. If each waits for another rank, the graph of waits has a cycle.
     blocked = {rank: wait.call for rank, wait in waits.items() if wait.on}
     calls = {rank: call for rank, call in blocked.items() if call is not None}
     yield from _odd(records, calls, fewer_than=len(blocked))
@@ -265,8 +265,8 @@ def _findings(
 
 
 def different_calls(records: Mapping[int, HangRecord]) -> Iterator[Finding]:
-    """Ranks that call different collectives under one number of a group; last, a difference that accuses no rank."""
-    # By name and ranks of a group, because groups with the same name may have different ranks; then by sequence number.
+    """Ranks that call different collectives under one sequence number of a group. Findings without a rank come last."""
+    # Keys: name and ranks of a group, because groups with one name may have different ranks; then the sequence number.
     calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))
     for rank, record in records.items():
         # Look up once per record: a key may have thousands of ranks.
@@ -292,7 +292,7 @@ def different_calls(records: Mapping[int, HangRecord]) -> Iterator[Finding]:
 
 
 def odd_calls(records: Mapping[int, HangRecord], failed: int) -> Iterator[Finding]:
-    """Ranks whose last collective, in a group of a failed rank, differs from earlier steps."""
+    """Ranks whose last collective, in a group of the failed rank, differs from their own earlier steps."""
     last = {}
     for rank, record in records.items():
         call = next((call for call in reversed(record.collectives) if not call.is_message), None)
@@ -308,11 +308,11 @@ def _odd(
     fewer_than: int,
     is_one_place: bool = False,
 ) -> Iterator[Finding]:
-    """The ranks whose call differs from their own earlier steps; nothing if there are none, or too many.
+    """The ranks whose call differs from their own earlier steps; nothing if there are none, or `fewer_than` or more.
 
     Args:
-        is_one_place: the calls have one group and sequence number, so they should be the same. If no rank differs from
-            its own earlier steps, the wrong ranks are those that differ from more than half of the ranks.
+        is_one_place: the calls have one group and one sequence number, so they should be equal. If no rank differs from
+            its own earlier steps, the wrong ranks are those whose call differs from the call of most ranks.
     """
     usual = {rank: _usual_call(records[rank], call) for rank, call in calls.items()}
     wrong = sorted(rank for rank, call in usual.items() if call is not None)
@@ -335,9 +335,9 @@ def _odd(
 
 
 def _usual_call(record: HangRecord, call: Collective) -> tuple[Collective, bool] | None:
-    """What a rank called at the same place of earlier steps, and whether it now skipped that; None: no difference.
+    """What a rank called at the same position of earlier steps, and whether it now skipped it; None: no difference.
 
-    The same place is the one before which the most collectives are the same.
+    The same position is the earlier one before which the most collectives are equal to those before `call`.
     """
     known = [each for each in record.collectives if not each.is_message]
     signatures = [(record.group_of(each).axis, each.signature) for each in known]
@@ -357,7 +357,7 @@ def _usual_call(record: HangRecord, call: Collective) -> tuple[Collective, bool]
 
 
 def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[int, Wait]:
-    """For each rank with a record that is not absent, what it waits for, or does instead."""
+    """For each rank with a record that is not absent, what the rank waits for, or does instead."""
     reached: dict[int, dict[str, int]] = {rank: defaultdict(int) for rank in records}
     for rank, record in records.items():
         for call in record.collectives:
@@ -384,7 +384,7 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
             return Wait(verb="compute" if record.state == "computes" else stands, at=at)
         if record.messages is not None and record.messages.waiting is not None:
             return _wait_for_message(record, record.messages, record.messages.waiting, records, absent, at)
-        # A collective that raised an error counts as done; it is the last one.
+        # A collective that raised an error is marked as done; it is the last collective.
         failed = record.collectives[-1:] if record.state == "raised" else ()
         # Collectives of one group end in order: only the first pending one of each group blocks the rank.
         firsts: dict[str, Collective] = {}
@@ -393,11 +393,11 @@ def _waits(records: Mapping[int, HangRecord], absent: Collection[int]) -> dict[i
                 firsts.setdefault(call.group, call)
         found = []
         for call in firsts.values():
-            # Messages have numbers of their own: only absent ranks are known to be late.
+            # Messages are numbered separately: for them, only absent ranks are known to be late.
             on = late(call.group, record.group_of(call).ranks, 0 if call.is_message else call.sequence)
             found.append(Wait(text=f"{call.operation} {record.place(call)}", on=on, call=call, at=at))
         if not found and rank in in_ring:
-            # No list of collectives contains the messages of a ring.
+            # The list of collectives does not contain the messages of a ring.
             ring = next((group.ranks for group in record.groups.values() if group.axis == "context"), ())
             outside = frozenset(peer for peer in ring if peer in absent or (peer in records and peer not in in_ring))
             return Wait(text="a receive of the ring (context)", on=outside, at=at)
@@ -414,7 +414,7 @@ def _wait_for_message(
     absent: Collection[int],
     at: str,
 ) -> Wait:
-    """The wait of a pipeline's rank; the other rank is late if it has started fewer messages than this one."""
+    """The wait of a rank in a pipeline; its peer is late if the peer has started fewer messages than this rank."""
     peer, skipped, missing = records.get(message.peer), "", 0
     is_send = message.operation == "send"
     if peer is not None and (theirs := peer.messages) is not None:
@@ -431,7 +431,7 @@ def _wait_for_message(
 
 
 def _listed(waits: Mapping[int, Wait], *, says_for_whom: bool = False) -> str:
-    """The places where ranks wait; ranks at the same place together."""
+    """The places where ranks wait, as text; ranks that wait at the same place are listed together."""
     places: dict[str, list[int]] = defaultdict(list)
     for rank, wait in waits.items():
         whom = f" for {named(wait.on)}" if wait.on else ", which all of its ranks have called" if wait.call else ""
@@ -442,7 +442,7 @@ def _listed(waits: Mapping[int, Wait], *, says_for_whom: bool = False) -> str:
 
 
 def named(ranks: Iterable[int]) -> str:
-    """`rank 1`, `ranks 0, 2`, `ranks 0, 1, … and 55 more`."""
+    """The ranks as text: `rank 1`, `ranks 0, 2`, `ranks 0, 1, … and 55 more`."""
     numbers = sorted(ranks)
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -451,7 +451,7 @@ def named(ranks: Iterable[int]) -> str:
 
 
 def _who(ranks: Collection[int], phrase: object) -> str:
-    """The ranks, and what they do: `rank 1 waits`, `ranks 0, 2 wait`."""
+    """The ranks and what they do, as text: `rank 1 waits`, `ranks 0, 2 wait`."""
     return f"{named(ranks)} {_agreeing(phrase, len(ranks))}"
 
 
@@ -463,10 +463,10 @@ def _agreeing(phrase: object, count: int) -> str:
 def rank_rows(
     diagnosis: Diagnosis, records: Mapping[int, HangRecord], others: Mapping[int, str], *, world: int
 ) -> list[dict[str, Any]]:
-    """One row for each rank; all have the same keys.
+    """One row for each rank; all rows have the same keys, `_COLUMNS`.
 
     Args:
-        others: known facts about ranks without a record.
+        others: by rank without a record, what is known of it.
         world: number of ranks; 0: unknown.
     """
     rows = []
@@ -495,7 +495,7 @@ def rank_rows(
     return rows
 
 
-# `seconds`: how long the last collective took, or has been pending.
+# The keys of a row. `seconds`: how long the last collective took, or has been pending.
 _COLUMNS = (
     *("rank", "is_named", "state", "phase", "step", "last", "is_done", "sequence", "created", "started", "ended"),
     *("called_in", "seconds", "waits_for", "place", "stack"),

@@ -5,7 +5,7 @@ and the number of the repeat. It leaves out fields (or whole groups) marked `met
 the tracker, paths and logging. It does not cover the code.
 
 Fields with their default value are hashed too. Otherwise, when a version changes a default, two different recipes
-would have the same hash. A field that is added later names the value that means the earlier behaviour:
+would have the same hash. A field that is added later declares which value means the earlier behaviour:
 
     fused: bool = field(default=True, metadata={"before": False})
 
@@ -32,7 +32,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """A run's identity; two are equal if the hash and the hashed plain values are."""
+    """A run's identity. Two identities are equal if their hashes and their hashed values are."""
 
     sha256: str
     content: Mapping[str, Any]
@@ -57,8 +57,8 @@ def identify(recipe: Any, *, data: str, hardware: str, repeat: int = 0, weights:
         recipe: nested dataclasses, resolved: no degree of -1, no `auto`.
         data: the data's fingerprint.
         hardware: kind of device, such as `NVIDIA H100 80GB HBM3` or `cpu`.
-        repeat: number of this repetition of an otherwise equal run.
-        weights: fingerprint of the starting weights; None: the recipe's seed makes them.
+        repeat: number of this run among repetitions of the same recipe.
+        weights: fingerprint of the starting weights; None: the weights are drawn from the recipe's seed.
     """
     content = {"schema": SCHEMA, "recipe": canonical(recipe), "data": data, "hardware": hardware, "repeat": int(repeat)}
     if weights is not None:
@@ -67,7 +67,7 @@ def identify(recipe: Any, *, data: str, hardware: str, repeat: int = 0, weights:
 
 
 def canonical_json(value: Any) -> str:
-    """The one JSON text of plain values: sorted keys, no spaces, shortest exact form of every float."""
+    """The canonical JSON text of plain values: sorted keys, no spaces, shortest exact form of every float."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -88,7 +88,7 @@ def _plain(value: Any, declared: Any) -> Any:
         values = {}
         for name, kind, before in _hashed_fields(type(value)):
             plain = _plain(getattr(value, name), kind)
-            # Compared as text, because in Python True == 1 == 1.0.
+            # Compare the values as text, because in Python True == 1 == 1.0.
             if not before or canonical_json(plain) != before:
                 values[name] = plain
         return values
@@ -111,7 +111,7 @@ def _plain(value: Any, declared: Any) -> Any:
 
 @functools.cache
 def _hashed_fields(schema: type) -> tuple[tuple[str, Any, str], ...]:
-    """Name, declared type and `before` value (as JSON; empty: none) of each field of the identity."""
+    """Name, declared type and `before` value (JSON text; empty: none) of each field that is hashed."""
     declared = typing.get_type_hints(schema)
     return tuple(
         (

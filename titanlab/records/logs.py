@@ -1,7 +1,7 @@
 """The output of a run's ranks: files of lines, read from either end, and merged by time.
 
-Files may be huge, still growing, or binary. A line without a time follows the line before it. Lines of a rank that
-prints no times at all come at the end of their attempt: such a rank mostly prints only when it ends.
+Files may be huge, still growing, or binary. A line without a time gets the time of the line before it. Lines of a rank
+that prints no times at all come at the end of their attempt: such a rank mostly prints only when it ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from titanlab.records.files import read_optional
 from titanlab.system import open_to_read, write_json
 
 if TYPE_CHECKING:
-    # The folder of a run writes marks.
+    # Imported only for types: run_folder.py imports this module, to write marks.
     from titanlab.records.run_folder import RunFolder
 
 MOST_LINE_BYTES = 1 << 20
@@ -51,7 +51,7 @@ def size_of(path: Path) -> int:
 
 
 def complete_end(path: Path, end: int) -> int:
-    """The position after the last line end before a position; the position itself if a line is longer than a block."""
+    """The position after the last line end before `end`; `end` itself if the line there is longer than a block."""
     with open_to_read(path) as file:
         begin = max(0, end - _BLOCK_BYTES)
         file.seek(begin)
@@ -74,7 +74,7 @@ def forward(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 
 def backward(path: Path, start: int, end: int) -> Iterator[bytes]:
-    """The lines of `forward`, the last one first; reads only as far as the caller iterates."""
+    """The lines of `forward` in reverse order; reads only as far as the caller iterates."""
     try:
         file = open_to_read(path)
     except OSError:
@@ -87,7 +87,7 @@ def backward(path: Path, start: int, end: int) -> Iterator[bytes]:
             file.seek(begin)
             block = file.read(position - begin)
             if at_end:
-                # A line end at the end does not begin another line.
+                # The line end at the end of the range does not begin another, empty line.
                 block, at_end = block.removesuffix(b"\n"), False
             position = begin
             rest, *others = (block + rest).split(b"\n")
@@ -101,7 +101,7 @@ def backward(path: Path, start: int, end: int) -> Iterator[bytes]:
 
 @dataclass
 class Growing:
-    """The lines that are added to a file, which may be missing, may vanish, and may come back."""
+    """Reads the lines that are added to a file, which may be missing, may vanish, and may come back."""
 
     path: Path
     position: int = 0  # bytes that have been read
@@ -111,7 +111,7 @@ class Growing:
     _rest: bytes = field(default=b"", repr=False)
 
     def read(self, *, last: bool = False) -> list[bytes]:
-        """The lines that are new and complete; with `last` also a line without an end."""
+        """The new complete lines; with `last` also an incomplete last line."""
         self.changed = False
         lines: list[bytes] = []
         with contextlib.suppress(OSError), open_to_read(self.path) as file:
@@ -149,7 +149,7 @@ class LogPart:
     path: Path
     start: int
     end: int
-    # When the attempt began, and when it wrote last: estimates, in seconds since the epoch.
+    # Estimates of when the attempt began, and when it wrote last, in seconds since the epoch.
     begin: float
     last: float
 
@@ -165,12 +165,12 @@ def rank_logs(run: RunFolder) -> dict[int, Path]:
 
 
 def rank_log(run: RunFolder, rank: int) -> Path:
-    """The file of a rank, which need not exist."""
+    """The path of a rank's log; the file need not exist."""
     return run.logs / f"rank-{rank}.log"
 
 
 def write_marks(run: RunFolder, attempt: int) -> None:
-    """Note the sizes of all logs, before an attempt adds to them."""
+    """Record the sizes of all logs before an attempt appends to them."""
     sizes = {str(rank): size for rank, path in rank_logs(run).items() if (size := size_of(path))}
     write_json(run.attempt_folder(attempt) / MARKS, {"schema": SCHEMA, "bytes": sizes})
 
@@ -178,8 +178,8 @@ def write_marks(run: RunFolder, attempt: int) -> None:
 def log_parts(run: RunFolder, rank: int, path: Path) -> list[LogPart]:
     """The parts of a rank's log, one for each attempt that may have written to it, oldest first.
 
-    Output of an attempt without marks belongs to the attempt before. A log that was cut short since then belongs to the
-    last attempt.
+    Output of an attempt without marks counts for the attempt before it. If somebody cuts a log short after an attempt
+    wrote its marks, what is left counts for the last attempt.
     """
     size = size_of(path)
     starts: list[tuple[int, int]] = []
@@ -217,11 +217,11 @@ def _begin(run: RunFolder, attempt: int) -> float:
     if not isinstance(time, int | float):
         with contextlib.suppress(ConfigError):
             time = run.created()
-    # The file may be a stranger's: no date has a year of a thousand digits.
+    # The file may contain anything: a date cannot have a year of a thousand digits.
     return float(time) if isinstance(time, int | float) and 0 <= time < _MOST_SECONDS else 0.0
 
 
-# `12:30:00  text` of titanlab, `W1124 12:30:00.123` of torch, `2026-11-24 12:30:00,123` of Python's logging.
+# The time in titanlab's `12:30:00  text`, torch's `W1124 12:30:00.123`, logging's `2026-11-24 12:30:00,123`.
 _TIME = re.compile(
     rb"(?:\[rank\d+\]:)?\s*(?:\[?[DIWEFC]\d{4} |\[?\d{4}-\d\d-\d\d[ T])?([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?!\d)"
 )
@@ -232,7 +232,7 @@ _LOOK_AHEAD = 500
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Line:
-    """A line of a rank."""
+    """A line that a rank has printed; `time` in seconds since the epoch."""
 
     time: float
     rank: int
@@ -240,7 +240,7 @@ class Line:
 
 
 def moment(text: bytes, near: float) -> float | None:
-    """The time of a line, on the day on which it is nearest to a known time; None if the line has no time."""
+    """The time of a line, on the day that brings it nearest to the time `near`; None if the line has no time."""
     match = _TIME.match(text)
     if match is None:
         return None
@@ -257,18 +257,18 @@ def timed(texts: Iterable[bytes], rank: int, *, begin: float, last: float) -> It
     now = next((time for text in ahead if (time := moment(text, begin)) is not None), max(begin, last))
     for text in itertools.chain(ahead, rest):
         time = moment(text, now)
-        # Times may fall: clocks are set back, and libraries print times of another zone.
+        # Printed times may decrease: clocks are set back, and libraries print times of another zone.
         now = now if time is None or time < now else time
         yield Line(time=now, rank=rank, text=text)
 
 
 def timed_from_end(texts: Sequence[bytes], rank: int, *, last: float) -> list[Line]:
-    """The last lines of a log, the oldest first, with times that never fall; the log was written last at `last`."""
+    """The last lines of a log, the oldest first, with times that never fall; `last`: when the log was last written."""
     times: list[float | None] = []
     now = last
     for text in reversed(texts):
         time = moment(text, now)
-        # A time of day later than the next line's belongs to the day before.
+        # If the time of day is later than that of the next line, the line is from the day before.
         if time is not None and time > now:
             time = time - 2 * _HALF_DAY if time - now > _HALF_DAY else now
         now = now if time is None else time
@@ -283,5 +283,5 @@ def timed_from_end(texts: Sequence[bytes], rank: int, *, last: float) -> list[Li
 
 
 def merged(logs: Iterable[Iterable[Line]]) -> Iterator[Line]:
-    """All lines by time, at equal times by rank; lines of one log keep their order."""
+    """The lines of all logs, sorted by time and then by rank; lines of one log keep their order."""
     return heapq.merge(*logs, key=lambda line: (line.time, line.rank))

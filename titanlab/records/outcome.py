@@ -1,4 +1,4 @@
-"""How runs end: the kinds of outcome, result.json, and what ends a run.
+"""How runs end: the kinds of outcome, the content of result.json, and the rules that find the outcome.
 
 Every run gets an outcome: `from_exception` and `classify` find the kind from an exception, `from_exit` from the exit
 code of a process that wrote no result, and `first_cause` selects the rank whose failure made the others fail.
@@ -29,19 +29,19 @@ _TRACEBACK_LIMIT = 20_000
 class OutcomeKind(enum.StrEnum):
     """How a run ended."""
 
-    exit_code: int  # of the process; it identifies the kind even if the process wrote no result
+    exit_code: int  # of the rank's process: it identifies the kind even if the process wrote no result
     meaning: str  # one sentence for people
     may_continue: bool  # whether the same recipe can succeed if it resumes from the last checkpoint
-    automatic: bool  # whether a scheduler should resume the run without asking a person: the run did not cause its end
+    automatic: bool  # whether a scheduler should resume the run without asking: the run did not cause its end
 
-    # With defaults, because type checkers treat `OutcomeKind(word)` as a call of this method.
+    # The parameters have defaults, because type checkers treat `OutcomeKind(word)` as a call of this method.
     def __new__(cls, word: str, exit_code: int = 1, meaning: str = "", follows: str = "") -> OutcomeKind:
         kind = str.__new__(cls, word)
         kind._value_, kind.exit_code, kind.meaning = word, exit_code, meaning
         kind.may_continue, kind.automatic = follows != "", follows == "automatic"
         return kind
 
-    # The codes respect common conventions: 2 is bad usage everywhere, 65 and 75 mean bad data and "try again" in
+    # The exit codes respect common conventions: 2 is bad usage everywhere, 65 and 75 mean bad data and "try again" in
     # sysexits.h, `timeout` and the shell use 124 to 127, and 128+N means signal N.
     DONE = "done", 0, "all steps are done"
     OOM = "oom", 70, "memory ran out, on the device or on the host"
@@ -72,17 +72,17 @@ class Outcome:
     """The end of one attempt at a run; the content of result.json."""
 
     kind: OutcomeKind
-    step: int = 0  # the last finished one
-    steps: int | None = None  # planned; None if unknown
+    step: int = 0  # the last finished step
+    steps: int | None = None  # number of planned steps; None if unknown
     attempt: int = 1
     rank: int | None = None  # the rank that failed; None if none failed
     cause: str | None = None  # first line of the error; None for a run that is done
-    traceback: str | None = None  # of the failing rank
-    exit_code: int | None = None  # of the failing process; -N if signal N ended it; None if unknown
-    echo: bool = False  # another process has the cause (a lost connection, a forwarded signal)
+    traceback: str | None = None  # traceback or last output of the failing rank
+    exit_code: int | None = None  # the failing process's; -N if signal N ended it; None if unknown
+    echo: bool = False  # a secondary failure (a lost connection, a forwarded signal): another process has the cause
     ended: float = field(default_factory=time.time)  # seconds since the epoch
     metrics: Mapping[str, Any] = field(default_factory=dict)  # medians, last loss, …, named as in metrics.jsonl
-    scheduler: Mapping[str, Any] | None = None  # its record of the job: `job_id`, `state`, `exit_code`
+    scheduler: Mapping[str, Any] | None = None  # the scheduler's record of the job: `job_id`, `state`, `exit_code`
 
 
 _OOM = re.compile(
@@ -91,7 +91,7 @@ _OOM = re.compile(
     r"|unable to allocate .* for an array",
     re.IGNORECASE,
 )
-# The dynamic loader's message if the address space is used up; it appends any other cause.
+# The dynamic loader's message if the address space is used up; for another cause, it appends that cause.
 _NO_ADDRESS_SPACE = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
 _THREAD_NOT_STARTED = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
 _NODE = re.compile(
@@ -105,7 +105,7 @@ _HANG = re.compile(
     r"|wait timeout after|Socket Timeout|timed out after \d+|client socket has timed out",
     re.IGNORECASE,
 )
-# A peer has ended: another rank has the cause.
+# Messages of a rank whose peer has ended: the cause is in another rank.
 _PEER_GONE = re.compile(
     r"connection (?:was )?(?:closed|reset|refused|aborted)|broken pipe|remote process exited|ncclRemoteError"
     r"|connection closed by (?:remote )?peer|failed to recv, got 0 bytes|NCCL communicator was aborted"
@@ -119,7 +119,7 @@ _DATA_PACKAGES = frozenset(
     {"datasets", "huggingface_hub", "pyarrow", "sentencepiece", "tokenizers", "fsspec", "zlib", "lzma"}
     | {"requests", "httpx", "aiohttp"}
 )
-# Exceptions that bad content raises; other types indicate a mistake in titanlab's code.
+# Types of exceptions that bad content of a file raises; other types indicate a mistake in titanlab's code.
 _CONTENT_ERRORS = (OSError, ValueError, EOFError)
 _DATA_MODULE = "titanlab.data"
 
@@ -190,7 +190,7 @@ def _is_data(error: BaseException) -> bool:
 
 
 def from_exception(error: BaseException, *, step: int = 0, rank: int | None = None, attempt: int = 1) -> Outcome:
-    """The outcome of a rank that raised."""
+    """The outcome of a rank that raised an exception."""
     text = _writable("".join(traceback.format_exception(error)))
     return Outcome(
         kind=classify(error),
@@ -213,7 +213,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def first_line(error: BaseException) -> str:
-    """Type and first line of an exception's message, of bounded length; for a user's mistake without the type."""
+    """Type and first line of an exception's message, of bounded length; without the type for a user's mistake."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C)"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -252,7 +252,7 @@ _SIGNALS: Mapping[int, tuple[OutcomeKind, str]] = {
 
 @dataclass(frozen=True)
 class KillEvidence:
-    """Whether the kernel has sent SIGKILL, because memory ran out; and the end of the text "killed by SIGKILL: …"."""
+    """Whether the kernel has sent SIGKILL because memory ran out, and `words` for the cause "killed by SIGKILL: …"."""
 
     by_kernel: bool
     words: str
@@ -264,8 +264,8 @@ def from_exit(
     """The outcome of a process that wrote no result, from its exit code.
 
     Args:
-        code: both 128+N (shells) and -N (Python) mean that signal N ended the process.
-        memory: evidence about SIGKILL, see `MemoryKills.evidence`; None: there is none.
+        code: 128+N (from a shell) and -N (from Python) both mean that signal N ended the process.
+        memory: evidence about SIGKILL, see `MemoryKills.evidence`; None: no evidence.
     """
     number = -code if code < 0 else code - 128 if 128 < code < 128 + 65 else None
     # Exit code 0 without a result is not a success: an out-of-memory handler may end a process with 0.
@@ -286,7 +286,7 @@ def from_exit(
         attempt=attempt,
         cause=cause,
         exit_code=code if number is None else -number,
-        # Somebody has stopped all processes of the run.
+        # A secondary failure: somebody has stopped all processes of the run.
         echo=number is not None and kind is OutcomeKind.CANCELLED,
     )
 
@@ -294,8 +294,8 @@ def from_exit(
 def first_cause(outcomes: Iterable[Outcome]) -> Outcome:
     """Among the failures of several ranks, the failure that made the others fail.
 
-    A primary failure comes before a secondary one, a failure with a traceback before a bare exit code, then the
-    earliest comes first. Among ranks that hang, a rank that did not answer comes first, then the rank that did the
+    A primary failure is chosen before a secondary one, then a failure with a traceback before a bare exit code, then
+    the earliest failure. Among ranks that hang, a rank that did not answer is chosen first, then the rank that did the
     fewest steps.
 
     Raises:
@@ -313,6 +313,6 @@ def first_cause(outcomes: Iterable[Outcome]) -> Outcome:
 
 
 def is_silent(outcome: Outcome) -> bool:
-    """Whether another process wrote this outcome, for a rank that did not answer while others hung."""
+    """Whether another process wrote this outcome for its rank, which did not answer while other ranks hung."""
     has_no_evidence = outcome.traceback is None and outcome.exit_code is None
     return outcome.kind is OutcomeKind.HANG and has_no_evidence and not outcome.echo

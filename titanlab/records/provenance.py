@@ -19,7 +19,7 @@ from typing import Any
 import titanlab
 from titanlab.system import parse_json, read_text, run_command
 
-# In a snapshot of the code, this file has the git state of the repository that was copied.
+# File in a snapshot of the code: the git state of the repository from which the snapshot was made.
 RECORD = "code.json"
 PATCH_LIMIT = 1_000_000
 _UNTRACKED_LIMIT = 100
@@ -34,19 +34,18 @@ _CODE_SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".toml")
 class GitState:
     """The commit, and how the code differs from it."""
 
-    sha: str | None  # None in a repository without commits
+    sha: str | None  # hash of the commit; None in a repository without commits
     branch: str | None  # None for a detached HEAD
-    dirty: bool  # whether tracked files differ from the commit, or there is untracked code
-    untracked: tuple[str, ...]  # files with code
-    patch: str  # `git apply` of it to the commit gives this code, with the untracked code
-    patch_complete: bool  # False if size or time has cut the patch off
+    dirty: bool  # whether tracked files differ from the commit, or untracked code exists
+    untracked: tuple[str, ...]  # untracked files with code
+    patch: str  # applied to the commit (`git apply`) it gives this code, untracked code included
+    patch_complete: bool  # False if the limit of size or time has cut the patch off
 
 
 def git_state(package: Path) -> GitState | None:
     """The state of the repository that tracks a package; for a snapshot, the state recorded when it was made.
 
-    None: the package is an installed one (also in a `.venv` inside another project's repository), or git is missing or
-    slow.
+    None: the package is installed (even in a `.venv` inside another project's repository), or git is missing or slow.
     """
     root = package.resolve().parent
     if (root / RECORD).is_file():
@@ -89,19 +88,19 @@ def _as_added(root: Path, name: str) -> str | None:
             return None
     except OSError:
         return None
-    # git exits with 1 where files differ.
+    # git diff exits with 1 if the files differ.
     patch = _git(root, *_DIFF, "--no-index", "--", os.devnull, name, succeeds=(0, 1))
-    # Bytes that are not UTF-8 became �, and would not be those of the file.
+    # Bytes that are not UTF-8 became �: the patch would not restore the file.
     return None if patch is None or "\nBinary files " in patch or "�" in patch else patch
 
 
 def _git(root: Path, *arguments: str, succeeds: Collection[int] = (0,)) -> str | None:
     """Output of a git command; None if it failed, took too long or git is not installed."""
-    # Git sets GIT_DIR and similar variables for hooks; they would select another repository.
+    # Git sets GIT_DIR and similar variables for hooks; these would select another repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # Without this, git would lock the index, and the user's own git commands could fail.
     environ |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
-    # git refuses another owner's repository, whose settings could run programs. Its code runs here anyway.
+    # git refuses a repository of another owner, because its settings could run programs. Its code runs here anyway.
     trusted = ("-c", "safe.directory=*", "-c", "core.fsmonitor=false")
     words = ("git", *trusted, "-C", str(root), *arguments)
     answer = run_command(*words, seconds=_TIMEOUT_SECONDS, environ=environ)
@@ -114,8 +113,8 @@ PACKAGES = (
     *("datasets", "huggingface-hub", "sentencepiece", "tokenizers", "pyarrow", "pandas"),
     *("wandb", "tensorboard", "rich", "matplotlib"),
 )
-# Environment variables that change what a training computes, or how fast. Full names, because a pattern such as NCCL_*
-# would also match a variable with a secret in it.
+# Environment variables that change what a training computes, or how fast. They are full names, because a pattern such
+# as NCCL_* would also match a variable with a secret in it.
 _VARIABLES = frozenset(
     """
     CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER CUDA_DEVICE_MAX_CONNECTIONS CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
@@ -164,14 +163,14 @@ _SECRETS = (
     # … and long literals with digits, assigned to a secret's name. Code such as `token = decode(x)` stays.
     re.compile(rf"(?i)(?<![\w.-])({_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)((?=[\w+/=-]*\d)[\w+/=-]{{16,}})"),
 )
-# For command lines, which contain no code: every value that is assigned to a secret's name.
+# Used for command lines, which contain no code: every value that is assigned to a secret's name.
 _NAMED = re.compile(rf"(?i)(?<![\w.-])({_SECRET_NAME}[\"']?\s*[=:]\s*)([^\s,}}]+)")
 _HIDDEN = "[hidden]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """The content of env.json, and the difference of the code to its commit, of bounded size; None: there is none."""
+    """The content of env.json, and the patch from the commit to the code, of bounded size; None: no patch."""
 
     record: Mapping[str, Any]
     patch: str | None
@@ -190,7 +189,7 @@ def collect(
     Args:
         devices: facts about the accelerators: name, count, memory_gib …
         launcher: the kind of program that started the ranks: `local`, `torchrun`, `slurm`.
-        threads: of torch, in each rank; None: no rank is started.
+        threads: number of torch's threads in each rank; None: no rank is started.
         arguments, environ: command line and environment variables; None: this process's.
     """
     package = Path(titanlab.__file__).parent
@@ -246,7 +245,7 @@ def redact(text: str) -> str:
 
 
 def redacted_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line without secrets, also if option and value are separate arguments."""
+    """A command line without secrets, even if an option and its value are separate arguments."""
     shown = []
     hides_next = False
     for argument in arguments:

@@ -1,7 +1,7 @@
 """The folder of a run, `runs/<sweep>/<name>-<hash8>/`. docs/run-folder.md has the schema of every file.
 
-The submitter makes it, or the process that launches the ranks. One rank writes metrics, status and result; every rank
-may write a note of its own failure.
+The process that submits the run, or that launches its ranks, makes the folder. One rank writes metrics, status and
+result. Every rank may write a record of its own failure.
 
 metrics.jsonl has one JSON object a line; one rank appends rows, and others may read at the same time. Every row has
 `kind`, `step`, `attempt` and `time`. The first row of an attempt has the kind `attempt`, and its step is the step that
@@ -67,7 +67,7 @@ class Status:
     state: State
     step: int = 0
     steps: int | None = None
-    attempt: int = 0  # from 1; 0 before the first
+    attempt: int = 0  # from 1; 0 before the first attempt
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
     updated: float = field(default_factory=time.time)  # seconds since the epoch
@@ -81,7 +81,7 @@ class Status:
 class RunFolder:
     """One run on disk; each method reads or writes its file when it is called.
 
-    A damaged file, or one of another version, is a ConfigError; a folder that was moved or removed is FolderGone.
+    A damaged file, or a file of another version, raises ConfigError; a folder that was moved or removed, FolderGone.
     """
 
     path: Path
@@ -103,7 +103,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """What processes print."""
+        """Folder of what the processes print."""
         return self.path / "logs"
 
     @property
@@ -112,12 +112,12 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer's file, where the data has one."""
+        """Folder of the tokenizer's file, if the data has a tokenizer."""
         return self.path / "tokenizer"
 
     @property
     def traces(self) -> Path:
-        """Output of profilers."""
+        """Folder of the output of profilers."""
         return self.path / "traces"
 
     def attempt_folder(self, attempt: int) -> Path:
@@ -132,7 +132,7 @@ class RunFolder:
         return read_config(self._file("config.yaml", attempt))
 
     def section(self, group: str) -> dict[str, Any]:
-        """The values of one group of the recipe with which the run was made; empty if it has none."""
+        """The values of one group of the recipe with which the run was made; empty if there are none."""
         values = self.config().get(group)
         if not isinstance(values, dict | None):
             raise ConfigError(group, values, f"is not a mapping in {self.path / 'config.yaml'}", RESTORE)
@@ -191,14 +191,14 @@ class RunFolder:
         """The failures that the ranks of an attempt have written, sorted by rank."""
         failures = []
         for path in (self.attempt_folder(attempt) / "failures").glob("rank-*.json"):
-            # Skip a damaged note; the others hold the cause.
+            # Skip a damaged record; the records of the other ranks have the cause.
             with contextlib.suppress(ConfigError):
                 if (failure := read_typed(path, Outcome, schema=SCHEMA)) is not None:
                     failures.append(failure)
         return sorted(failures, key=lambda outcome: outcome.rank or 0)
 
     def stopped(self, attempt: int) -> str | None:
-        """A sentence about the stopped ranks (SIGSTOP) of an attempt in progress; None: none is known to be stopped."""
+        """A sentence about the stopped ranks (SIGSTOP) of an attempt in progress; None: no known rank is stopped."""
         records = map(read_optional, sorted((self.attempt_folder(attempt) / STOPPED).glob("rank-*.json")))
         return "; ".join(str(record.get("words")) for record in records if record) or None
 
@@ -215,7 +215,7 @@ class RunFolder:
         return max(self.attempts(), default=0)
 
     def chosen_attempt(self, number: int | None) -> int:
-        """The attempt with the number that a user gives, or the newest; 0: no number is given, and none exists."""
+        """The number of the attempt that the user names, or of the newest; 0: none is named, and none exists."""
         known = self.attempts()
         if number is None:
             return self.newest_attempt()
@@ -242,7 +242,7 @@ class RunFolder:
         return 0
 
     def lost_steps(self, step: int | None = None) -> str:
-        """The steps that are lost if the run ends without saving, as a clause; empty if none is.
+        """The steps that are lost if the run ends without saving, as a clause; empty if no step is lost.
 
         Args:
             step: the last finished step; None: the step in status.json, which may be some seconds old.
@@ -270,7 +270,7 @@ class RunFolder:
         return read_metrics(self.path / "metrics.jsonl", kind)
 
     def note_chosen(self, attempt: int, step: int) -> None:
-        """Note that the user has chosen the checkpoint of a step for an attempt."""
+        """Record that the user has chosen the checkpoint of a step for an attempt."""
         write_json(self.attempt_folder(attempt) / CHOSEN, {"step": step})
 
     def begin_attempt(
@@ -350,7 +350,7 @@ class RunFolder:
         )
 
     def note_saved(self, attempt: int, step: int) -> None:
-        """Note which step an attempt saved last, so that a later attempt notices if that checkpoint was removed.
+        """Record which step an attempt saved last, so that a later attempt notices if that checkpoint was removed.
 
         Raises:
             FolderGone: the run's folder was moved or removed.
@@ -363,7 +363,7 @@ class RunFolder:
         write_json(folder / SAVED, {"schema": SCHEMA, "step": step, "time": time.time()})
 
     def write_failure(self, outcome: Outcome) -> None:
-        """Write a rank's failure, one of those from which `outcome.first_cause` selects the cause."""
+        """Write the failure of one rank; `outcome.first_cause` selects the cause among those of all ranks."""
         folder = self.attempt_folder(outcome.attempt) / "failures"
         self._write_end(folder / f"rank-{outcome.rank or 0}.json", outcome)
 
@@ -371,9 +371,9 @@ class RunFolder:
         """Write an outcome into the folder of the run.
 
         Raises:
-            FolderGone: it was moved or removed. Do not recreate it: it would hold a result without a run.
-            OSError: the outcome cannot be written. The next process that looks at the run writes one, as for a killed
-            run.
+            FolderGone: the folder was moved or removed. A new folder would hold a result without a run.
+            OSError: the outcome cannot be written. The next process that looks at the run then writes an outcome, as it
+            does for a killed run.
         """
         if not self.path.is_dir():
             raise FolderGone(str(self.path))
@@ -381,7 +381,7 @@ class RunFolder:
         write_typed(path, outcome, schema=SCHEMA, durable=True)
 
     def keep_stopped(self, attempt: int, rank: int, words: str | None) -> None:
-        """Keep a sentence about a rank that is stopped (SIGSTOP); None: the rank goes on."""
+        """Write a sentence about a rank that is stopped (SIGSTOP); `words` None: the rank goes on, remove it."""
         path = self.attempt_folder(attempt) / STOPPED / f"rank-{rank}.json"
         if words is None:
             path.unlink(missing_ok=True)
@@ -390,7 +390,7 @@ class RunFolder:
             write_json(path, {"schema": SCHEMA, "words": words})
 
     def ask_to_cancel(self) -> None:
-        """Ask the processes of the run, also of an attempt that starts now, to save and end as cancelled."""
+        """Ask the processes of the run, also those of an attempt that starts now, to save and end as cancelled."""
         write_json(self.path / "cancel.json", {"by": f"titanlab cancel on {socket.gethostname()}", "time": time.time()})
 
     def withdraw_cancel(self) -> None:
@@ -424,7 +424,7 @@ def check_runs(runs: Path | str) -> None:
     if not str(runs).strip():
         raise ConfigError("runs", runs, "names no folder", "try runs")
     if (home := str(folder).partition("/")[0]).startswith("~"):
-        # As a relative path it would be a folder named `~NAME`, which no user wants.
+        # Otherwise a folder with the name `~NAME` would be made here, which no user wants.
         raise ConfigError("runs", runs, f"{home} is not a user of this host", _GIVE_WRITABLE)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     rule = None if existing.is_dir() else f"cannot be written ({existing} is not a folder)"
@@ -443,11 +443,11 @@ def create_run(
     config: Mapping[str, Any],
     parent: Mapping[str, Any] | None = None,
 ) -> RunFolder:
-    """The folder of a run, made if it is missing; a rename publishes it, so that all processes get the same folder.
+    """The folder of a run, made if it is missing. A rename publishes it, so that all processes get the same folder.
 
     Args:
         config: the resolved recipe as plain values; written to config.yaml.
-        parent: `parent_run` and `parent_step` of a run that starts from another one's checkpoint.
+        parent: `parent_run` and `parent_step`, if the run starts from another run's checkpoint.
 
     Raises:
         ConfigError: a label cannot be a folder's name, the folder cannot be written, or it belongs to another run.
@@ -465,7 +465,7 @@ def create_run(
             write_json(part / "identity.json", {"schema": SCHEMA, **content, **(parent or {})})
             write_text(part / "config.yaml", config_text(config))
             RunFolder(part).write_status(Status(state="prepared"))
-            # Fails if another process was faster: a rename does not replace a folder with files.
+            # This fails if another process was faster: a rename does not replace a folder that has files.
             part.rename(final)
     except OSError as error:
         if not (final / "config.yaml").exists():
@@ -481,7 +481,7 @@ def create_run(
 
 
 def tracker_id(identity: Identity, folder: Path, *, sweep: str) -> str:
-    """The run's id in trackers: always the same for a run in this folder, and different for a run anywhere else.
+    """The run's id in trackers: always the same for a run in this folder, and different for a run in any other folder.
 
     Two people may log one recipe to one project, and a sweep may train a recipe again on purpose: so the sweep, the
     folder and the user are part of the id.
@@ -509,7 +509,7 @@ VALIDATION = "validation"
 EXPERTS = "experts"
 """Kind of rows with counts of tokens by block and expert; these are not metrics, so trackers do not get them."""
 _EVERY_ROW = ("kind", "step", "attempt", "time")
-# The largest file that is read; a million rows have 0.6 GB.
+# The largest file that is read, 16 GiB; a million rows have 0.6 GB.
 _MOST_BYTES = 1 << 34
 
 
@@ -584,7 +584,7 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     for line in text.split(b"\n"):
         with contextlib.suppress(ValueError):
             row = parse_json(line)
-            # `type`, because JSON's true is not a number.
+            # Compare `type`, because `isinstance` would take true for an int.
             kinds = [type(row.get(key)) for key in _EVERY_ROW[:3]] if isinstance(row, dict) else None
             if kinds == [str, int, int]:
                 rows.append(row)

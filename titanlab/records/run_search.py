@@ -31,11 +31,11 @@ def list_runs(runs: Path | str, sweep: str | None = None) -> list[RunFolder]:
 def find_run(text: str, runs: Path | str = "runs") -> RunFolder:
     """The run that a user names by path, `sweep/folder`, folder's name, label, or first digits of its hash.
 
-    These are tried in this order; the first that matches any run decides.
+    These ways are tried in this order; the first way that matches any run decides.
 
     Raises:
         NoSuchRun: no run matches.
-        ConfigError: several runs match; or its files are damaged, or of another version.
+        ConfigError: several runs match; or the run's files are damaged, or of another version.
     """
     for path in (user_path(text), user_path(runs) / text):
         if text and (path / "config.yaml").is_file():
@@ -88,7 +88,7 @@ def read_points(sweep: Path) -> list[dict[str, Any]]:
     """The lines of points.jsonl, in the order of the plan; empty if the folder's runs were started one by one."""
     path = sweep / "points.jsonl"
     try:
-        # Not `splitlines`: JSON leaves separators of Unicode, such as U+2028, as they are.
+        # Not `splitlines`: it also splits at U+2028 and similar characters, which JSON text may contain.
         lines = read_text(path).split("\n")
     except (FileNotFoundError, NotADirectoryError):
         return []

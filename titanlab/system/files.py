@@ -1,7 +1,7 @@
 """Reads and writes files, parses JSON, and explains the errors of disks.
 
-Files are written atomically: a reader never sees a part of one. Folders may come from a stranger: named pipes, which
-may never answer, and links are traps.
+Files are written atomically: a reader never sees half a file. A folder may come from a stranger, with traps in it:
+named pipes, on which a reader waits forever, and symbolic links.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -
 
 
 def finite(value: Any) -> Any:
-    """The value with None for NaN and infinity, which JSON does not have, and lists for tuples."""
+    """The value with None instead of NaN and infinity, which JSON does not have, and lists instead of tuples."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -66,7 +66,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def open_to_read(path: Path) -> BinaryIO:
-    """Open a regular file; OSError: anything else."""
+    """Open a regular file. OSError: it is missing, or not a regular file."""
     # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -79,7 +79,7 @@ def open_to_read(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
-    """The content of a file. OSError: it cannot be read, is not a regular file, or is larger than that."""
+    """The content of a file. OSError: it cannot be read, is not a regular file, or has more than `most_bytes`."""
     with open_to_read(path) as file:
         content = read_at_most(file, most_bytes + 1)
     if len(content) > most_bytes:
@@ -88,12 +88,12 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def open_to_write(path: Path, flags: int) -> int:
-    """A descriptor of a file in the folder of a run, with `os.open`'s flags. Close it.
+    """Open a file in the folder of a run, with `os.open`'s flags. Returns a descriptor, which the caller closes.
 
     A symbolic link is not followed: in a stranger's folder it may lead to any file that the user may write.
 
     Raises:
-        OSError: it cannot be opened, is a symbolic link, or is not a regular file.
+        OSError: the file cannot be opened, is a symbolic link, or is not a regular file.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -108,7 +108,7 @@ def open_to_write(path: Path, flags: int) -> int:
 
 
 def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """Up to this many bytes from an open file. `file.read` would first allocate memory for all of them."""
+    """At most this many bytes of an open file. `file.read` would first allocate memory for `most_bytes`."""
     content = bytearray()
     while piece := file.read(min(_PIECE_BYTES, most_bytes - len(content))):
         content += piece
@@ -119,8 +119,8 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
     """The content of a UTF-8 file, with a line feed at the end of each line.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger than that.
-        UnicodeDecodeError: it is not UTF-8.
+        OSError: the file cannot be read, is not a regular file, or has more than `most_bytes`.
+        UnicodeDecodeError: the file is not UTF-8.
     """
     text = read_bytes(path, most_bytes=most_bytes).decode()
     return text.replace("\r\n", "\n").replace("\r", "\n")
@@ -140,7 +140,7 @@ def home() -> Path | None:
     return Path(folder) if os.path.isabs(folder) else None
 
 
-# What is wrong with the disk, and its cure.
+# By error number, what is wrong with the disk, and the cure.
 _FAULTS = {
     errno.ENOSPC: ("the disk is full", "make room"),
     errno.EDQUOT: ("the disk quota is used up", "make room, or ask for a larger quota"),
@@ -157,7 +157,7 @@ _PROBE_BYTES = 1 << 16
 
 
 class StoreFault(OSError):
-    """A remote store does not answer, refuses, or is gone."""
+    """A remote store does not answer, refuses access, or is gone."""
 
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(f"{address}: {reason}")
@@ -179,12 +179,12 @@ class FolderGone(OSError):
 
 
 def disk_fault(error: BaseException, *, ends_run: bool = True) -> str | None:
-    """The fault of the disk, the store or the run's folder, and its cure, in one line; None if there is none.
+    """The fault of the disk, the store or the run's folder, and its cure, in one line; None for other errors.
 
-    Also looks at the causes of the error, and at the other ranks' errors in torch's CheckpointException.
+    The fault is also looked for in the error's causes, and in other ranks' errors in torch's CheckpointException.
 
     Args:
-        ends_run: whether the run has to be resumed when the cause is mended.
+        ends_run: whether the line says that the run must be resumed after the cure.
     """
     then = ", then go on with titanlab resume or retry" if ends_run else ""
     for cause in _causes(error):
@@ -211,16 +211,16 @@ def tells_of_disk(cause: str | None) -> bool:
 
 
 def refusal(folder: Path) -> OSError | None:
-    """The error when bytes are appended to the files of a discarded folder; None if they can be appended.
+    """Append bytes to the files of a folder that will be discarded. Returns the error; None if that works.
 
-    Finds the cause that writers in native code hide (torch 2.11 to 2.13: "unexpected pos 704 vs 598").
+    This finds the cause of a failed write, which native code hides (torch 2.11 to 2.13: "unexpected pos 704 vs 598").
     """
     try:
         for path in sorted(folder.iterdir()):
             with path.open("ab", buffering=0) as file:
                 file.write(bytes(_PROBE_BYTES))
     except OSError as error:
-        # The error of a write has no file name.
+        # The error of a write does not name the file.
         error.filename = str(folder.parent)
         return error
     return None
@@ -234,14 +234,14 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(current))
         yield current
-        # CheckpointException: (error, traceback) of each rank that failed.
+        # CheckpointException has (error, traceback) of each rank that failed.
         failures: Any = getattr(current, "failures", None)
         if isinstance(failures, dict):
             waiting += [pair[0] for pair in failures.values() if isinstance(pair, tuple) and pair]
         waiting += [cause for cause in (current.__cause__, current.__context__) if cause is not None]
 
 
-# The digits of the largest float: Python cannot compare a longer whole number with a float, or convert it.
+# The digits of the largest float. Python cannot compare a longer whole number with a float, or convert it to one.
 _MOST_DIGITS = 308
 
 

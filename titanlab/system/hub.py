@@ -19,7 +19,7 @@ _USUAL = "https://huggingface.co"
 
 
 def kinds_of(error: Exception) -> set[str]:
-    """Names of an error's classes: huggingface_hub's errors share no base class, and importing them takes a second."""
+    """Names of an error's classes; huggingface_hub's errors have no common base class, and take a second to import."""
     return {base.__name__ for base in type(error).__mro__}
 
 
@@ -45,17 +45,17 @@ def hub_error(error: Exception, repo: str, key: str = "repo") -> ConfigError:
 
 
 def silence() -> float | None:
-    """The seconds of waiting without an answer from the hub, or from the proxy; None: it answers.
+    """The seconds for which the hub, or the proxy before it, gave no answer; None: it answers.
 
     huggingface_hub and datasets retry for half a minute before they report a missing network, and for minutes if the
     connection is accepted but no response comes.
     """
     seconds = ANSWER_SECONDS
     with contextlib.suppress(KeyError, ValueError):
-        # The timeout of huggingface_hub itself.
+        # Use the timeout of huggingface_hub, if the user has set it.
         seconds = max(float(os.environ["HF_HUB_ETAG_TIMEOUT"]), 0.1)
     answered = threading.Event()
-    # In a thread, because name resolution ignores the timeout.
+    # Ask in a separate thread, because name resolution ignores the timeout.
     probe = threading.Thread(target=_ask, args=(seconds, answered), daemon=True)
     probe.start()
     # A refused connection ends the thread at once.
@@ -64,7 +64,7 @@ def silence() -> float | None:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: a redirect is an answer."""
+    """Does not follow redirects: a redirect is an answer already."""
 
     def redirect_request(self, *_: object, **__: object) -> None:
         return None
@@ -84,12 +84,12 @@ def _ask(seconds: float, answered: threading.Event) -> None:
             return
         if getattr(cause, "errno", None) in (errno.ENETUNREACH, errno.EHOSTUNREACH):
             return
-        # Leave other errors to the library, which may have other certificates, or support other proxies.
+        # Count any other error as an answer: the library may have other certificates, or support other proxies.
     answered.set()
 
 
 def unreachable(name: str, key: str = "repo") -> ConfigError | None:
-    """The error if the hub does not answer, faster than after a library's retries; None: the hub answers."""
+    """The error if the hub does not answer; None if it does. Faster than to wait for a library's retries."""
     if is_offline():
         rule = "is to be fetched from the hub, and HF_HUB_OFFLINE is set"
         return ConfigError(key, name, rule, "unset it, or copy the files by hand")
@@ -101,7 +101,7 @@ def unreachable(name: str, key: str = "repo") -> ConfigError | None:
     seconds = silence()
     if seconds is None:
         return None
-    # Without the password that a proxy's address may have.
+    # Show the address without the password that a proxy's address may contain.
     address = urlsplit(_proxy() or _endpoint()).netloc.rpartition("@")[2]
     rule = f"the hub cannot be reached: {address} does not answer within {seconds:g} s"
     cure = "check the network, or copy the files by hand; HF_HUB_ETAG_TIMEOUT=30 waits for a slow one"

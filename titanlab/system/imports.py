@@ -15,8 +15,8 @@ from types import ModuleType
 
 @contextlib.contextmanager
 def kept_imports() -> Iterator[None]:
-    """Import inside the block: no garbage collection runs there, and later collections skip the objects that exist at
-    its end.
+    """For imports inside the block: no garbage collection runs there, and later collections skip all objects that exist
+    when it ends.
 
     Modules stay until the process ends. The import of torch makes half a million objects, and the collector would visit
     them again and again: a fifth of the time of the imports.
@@ -33,15 +33,15 @@ def kept_imports() -> Iterator[None]:
 
 @atexit.register
 def _free_triton() -> None:
-    """If Triton is imported, undo the freeze at exit: otherwise Triton prints pages about objects that still exist."""
+    """At exit, undo `gc.freeze` if Triton is imported: otherwise Triton prints pages about objects that still exist."""
     if "triton" in sys.modules:
         gc.unfreeze()
 
 
 def import_quietly(name: str) -> ModuleType:
-    """Import a module without warnings and log messages of it and of its imports.
+    """Import a module; hide the warnings and log messages of the module and of its imports.
 
-    torchao warns of compiled extensions for other hardware, which it cannot load, and of deprecated names.
+    torchao warns of its extensions for other hardware, which it cannot load, and of deprecated names.
 
     Raises:
         ImportError: the module is not installed, or does not fit this torch.

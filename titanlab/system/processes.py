@@ -1,4 +1,4 @@
-"""Runs other programs, and tells when a process started and whether it lives."""
+"""Runs other programs; tells when a process started, and whether it is alive or stopped."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """The result of a program."""
+    """How a program ended, and what it printed."""
 
     code: int  # its exit code; -N if signal N ended it
-    # With unchanged line ends; invalid UTF-8 becomes �.
+    # What it printed, with unchanged line ends; invalid UTF-8 becomes �.
     output: str
     errors: str
 
@@ -44,7 +44,7 @@ def run_command(*words: str, seconds: float = 60.0, environ: Mapping[str, str] |
 
 
 def output_of(*words: str, seconds: float = 60.0, environ: Mapping[str, str] | None = None) -> str | None:
-    """The standard output of a program, as for `run_command`; None also if it fails."""
+    """Run a program as `run_command` does. Returns its standard output; None also if its exit code is not 0."""
     answer = run_command(*words, seconds=seconds, environ=environ)
     return answer.output if answer is not None and answer.code == 0 else None
 
@@ -54,7 +54,7 @@ STOPPED = ("T", "t")
 
 
 def process_start(pid: int) -> float | None:
-    """Start time of a process of this host, in seconds since the epoch, to a hundredth; None: not known.
+    """Start time of a process of this host, in seconds since the epoch, accurate to 0.01 s; None: not known.
 
     Known only on Linux (proc(5), `starttime`).
     """
@@ -85,7 +85,7 @@ def process_state(pid: int) -> str | None:
 def _status_fields(pid: int) -> list[str]:
     """The fields of /proc/PID/stat, see proc(5), from the state on; empty if they cannot be read."""
     with contextlib.suppress(OSError):
-        # The name is in brackets and may contain any character, also brackets and spaces.
+        # The name before the state is in brackets, and may itself contain brackets and spaces.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
 
@@ -103,10 +103,10 @@ _ROOT = Path(__file__).parents[2]
 def module_command(name: str) -> list[str]:
     """The command that runs a module of titanlab.
 
-    With -P the current folder is not searched: a clone of titanlab there, or a file named `random.py`, would be
-    imported instead of what this process has. No -P if this process itself has titanlab from the current folder:
-    `python -m titanlab`, an interpreter or a notebook in a clone that is not installed. The last two have "" on their
-    path.
+    With -P, Python does not search the current folder: from there it would import a clone of titanlab, or a file named
+    `random.py`, instead of what this process has imported. There is no -P if this process itself has imported titanlab
+    from the current folder: by `python -m titanlab`, or in an interpreter or notebook (whose path has "") in a clone
+    that is not installed.
     """
     options = [] if sys.path and Path(sys.path[0]).absolute() == _ROOT else ["-P"]
     return [sys.executable, *options, "-m", name]

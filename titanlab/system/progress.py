@@ -16,27 +16,27 @@ _GAP = "  "
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Numbers of a step, or of the steps since the last log line; None is not shown."""
+    """The numbers of a step, or of the steps since the last log line; a number that is None is not shown."""
 
-    step: int  # optimizer steps done
-    steps: int  # in all
-    # Of the last step.
+    step: int  # number of optimizer steps done
+    steps: int  # number of optimizer steps in all
+    # The next three are of the last step.
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
-    tokens_per_second: float | None = None  # of one device
+    tokens_per_second: float | None = None  # speed of one device
     devices: int = 1  # number of devices; if there are several, the line shows the speed as tok/s/device
     mfu_percent: float | None = None  # model FLOPs utilisation
     step_seconds: float | None = None  # of one step
-    data_seconds: float | None = None  # the part of it spent waiting for data
-    memory_gib: float | None = None  # peak of one device, or resident memory on CPU
-    seconds_left: float | None = None  # estimate for the rest of the run
+    data_seconds: float | None = None  # the part of `step_seconds` spent waiting for data
+    memory_gib: float | None = None  # peak memory of one device, or resident memory on CPU
+    seconds_left: float | None = None  # estimated time for the rest of the run
     warming_up: bool = False  # whether the speeds include warm-up steps
 
 
 @dataclass(frozen=True)
 class Style:
-    """Escape sequences for colours of a terminal; all empty for no colours."""
+    """Escape sequences for the colours of a terminal; all are empty if there are no colours."""
 
     done: str = ""
     rest: str = ""
@@ -63,7 +63,7 @@ def live_line(
     On a narrow terminal the line loses the bar and the curve, then digits, and at last the less important numbers.
 
     Args:
-        losses: of the last log windows, drawn as a small curve.
+        losses: one for each of the last log lines, drawn as a small curve.
         unicode: whether the terminal can show line and block characters.
     """
     p, room = progress, columns - 1
@@ -82,14 +82,14 @@ def live_line(
 
 
 def kept_line(progress: Progress, *, columns: int) -> str:
-    """The line of a log, if it is shorter than `columns`; otherwise its most important numbers, in short."""
+    """The line of a log, if the line is shorter than `columns`; otherwise its most important numbers, shortened."""
     line = plain_line(progress)
     return line if len(line) < columns else _fitting(progress, columns - 1, PLAIN)
 
 
 @dataclass(frozen=True)
 class _LinePart:
-    """A text of the line; the text with the highest rank is dropped first."""
+    """A part of the line. If the line is too long, the part with the highest `rank` is dropped first."""
 
     text: str
     rank: int
@@ -101,11 +101,11 @@ _DECORATION = 9
 
 
 def _figures(p: Progress, style: Style, *, in_short: bool = False, times: bool = False) -> list[_LinePart]:
-    """The numbers in the order of the line.
+    """The numbers as parts of the line, in order.
 
     Args:
-        in_short: with few digits and short units.
-        times: also the time of a step, and the part of it spent waiting for data.
+        in_short: whether the numbers have few digits and short units.
+        times: whether to add the time of a step, and the part of it spent waiting for data.
     """
     parts = [_LinePart(f"{p.step:>{len(str(p.steps))}}/{p.steps}", 0)]
     if p.loss is not None:
@@ -114,7 +114,7 @@ def _figures(p: Progress, style: Style, *, in_short: bool = False, times: bool =
     if p.grad_norm is not None:
         parts.append(_LinePart(f"grad {significant(p.grad_norm, 3 if in_short else 4)}", 5))
     if p.learning_rate is not None:
-        # Without the zero that pads the exponent.
+        # Remove the zero that pads the exponent.
         brief = f"{p.learning_rate:.0e}".replace("e-0", "e-").replace("e+00", "")
         parts.append(_LinePart(f"lr {brief if in_short else rate(p.learning_rate)}", 6))
     if p.tokens_per_second is not None:
@@ -135,7 +135,7 @@ def _figures(p: Progress, style: Style, *, in_short: bool = False, times: bool =
 
 
 def _fitting(p: Progress, room: int, style: Style) -> str:
-    """The numbers, in short if they would not fit; if they do not fit in short, only the most important ones."""
+    """The numbers that fit into `room`: all in full, else all shortened, else the most important ones shortened."""
     for in_short, gap in ((False, _GAP), (True, _GAP), (True, " ")):
         parts = _figures(p, style, in_short=in_short)
         if _width(parts, gap) <= room:
@@ -154,13 +154,13 @@ def bar(step: int, steps: int, width: int, *, style: Style = PLAIN, unicode: boo
         return "[" + ("=" * full)[: width - 2].ljust(width - 2, ".") + "]"
     halves = int(share * width * 2)
     done = "━" * (halves // 2) + "╸" * (halves % 2)
-    # Without colours, another character marks the rest of the bar.
+    # If there are no colours, another character marks the rest of the bar.
     rest = ("━" if style.rest else "┄") * (width - len(done))
     return f"{style.done}{done}{style.off}{style.rest}{rest}{style.off}"
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The last values as blocks, scaled from the lowest to the highest; a space for a value that is not finite."""
+    """The last values as block characters (▁ lowest, █ highest); a space for a value that is not finite."""
     shown = list(values)[-_SPARK_WIDTH:]
     known = [value for value in shown if math.isfinite(value)]
     if not known:

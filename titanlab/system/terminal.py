@@ -1,9 +1,9 @@
 """Output of a run for people: a table at the start, a line of progress, a panel at the end.
 
-On a terminal the last line is redrawn in place: before the first step it names the current phase, then it shows the
-progress. Every group of steps leaves a line, on a terminal as in a pipe or a log. `NO_COLOR` and dumb terminals are
-respected. Text from other programs cannot control the terminal. Failed output cannot end a run: text that cannot be
-written is dropped.
+On a terminal the last line is redrawn in place: before the first step it names the current phase, later it shows the
+progress. Every group of steps leaves a line, on a terminal, in a pipe and in a log. `NO_COLOR` and dumb terminals are
+respected. Text from other programs cannot control the terminal. Text that cannot be written is dropped: failed output
+does not end a run.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _lost: list[OSError] = []
 def open_closed_streams() -> None:
     """Give stdin, stdout and stderr the null device if the shell has closed them (`2>&-`).
 
-    Otherwise the next file that is opened gets the number of the closed stream: text for stderr would be written into
-    that file, and a rank could not start. Call this before any file is opened.
+    Otherwise the next file that is opened gets the descriptor number of the closed stream: text for stderr would be
+    written into that file, and a rank could not start. Call this before any file is opened.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            # The system gives the lowest free number, and all lower ones are open by now: it gives this number.
+            # The system gives the lowest free descriptor. All lower descriptors are open by now, so it gives `number`.
             os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
             os.set_inheritable(number, True)
-            # At its start, Python has set the stream to None.
+            # Python has set the stream to None when it started.
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
@@ -67,7 +67,7 @@ def note_lost_output(stream: TextIO, error: OSError) -> None:
 
 
 def lost_output() -> OSError | None:
-    """The first error since the last call for which text for standard output was lost; None: there was none."""
+    """The first error since the last call by which text for standard output was lost; None: no text was lost."""
     return _lost.pop() if _lost else None
 
 
@@ -91,7 +91,7 @@ def is_capable(stream: Any, environ: Mapping[str, str]) -> bool:
 
 
 def columns_of(stream: TextIO) -> int:
-    """Width of a terminal, as it is now; 80 if it is not known."""
+    """The present width of a terminal in columns; 80 if it is not known."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         return os.get_terminal_size(stream.fileno()).columns or 80
     return 80
@@ -108,13 +108,13 @@ def can_show(stream: TextIO, text: str) -> bool:
 def simplified(text: str, stream: TextIO) -> str:
     """The text with replacements for characters that the stream's encoding does not have."""
     encoding = stream.encoding or "ascii"
-    # Replace one character by one, so that the columns of tables stay aligned.
+    # Replace each character by exactly one, so that the columns of tables stay aligned.
     text = text.translate(str.maketrans("·×µ…−–→", "-xu.-->"))
     return text.encode(encoding, errors="replace").decode(encoding)
 
 
 _TICK_SECONDS = 0.5
-# If lines are not redrawn, a phase that lasts this long gets its own line.
+# Where no line is redrawn, a phase that lasts this long is printed as a line.
 _SLOW_SECONDS = 30.0
 
 
@@ -133,11 +133,11 @@ class Console:
     Args:
         stream: for everything but warnings and errors; None: standard output.
         errors: for warnings and errors; None: standard error.
-        log_file: also gets every line, without colours and with the time of day; an existing file is appended to.
+        log_file: gets every line too, without colours and with the time of day; lines are appended to an existing file.
         quiet: print only warnings and errors.
         environ: environment variables, for NO_COLOR and TERM; None: this process's.
         clock: monotonic time in seconds, which limits the rate of redrawing.
-        time_of_day: makes the text before each line of the log file.
+        time_of_day: returns the text that precedes each line of the log file.
     """
 
     def __init__(
@@ -167,16 +167,17 @@ class Console:
         self._unicode = can_show(self._stream, "━╸┄▁█╭")
         self._losses: collections.deque[float] = collections.deque(maxlen=64)
         self._latest: Progress | None = None
-        # The latest progress that has left a line.
+        # The latest progress that was printed as a line that stays.
         self._kept: Progress | None = None
         self._drawn_at = -float("inf")
+        # Whether a line is drawn that can be redrawn in place.
         self._is_drawn = False
-        # What the run does before its first step, since when, and whether it was said that this takes long.
+        # The phase before the first step and its begin; and whether a line has said that it takes long.
         self._phase: tuple[str, float] | None = None
         self._is_said = False
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        # The thread redraws the phase. Re-entrant: a signal's handler may write while this thread does.
+        # For the thread that redraws the phase. Re-entrant: a signal's handler may write while its own thread does.
         self._lock = threading.RLock()
 
     @property
@@ -184,9 +185,9 @@ class Console:
         return self._capable and not self._quiet
 
     def phase(self, text: str | None) -> None:
-        """Show a phase with its seconds, until the next phase, progress or None.
+        """Show a phase with its seconds, until the next phase, the first progress, or a call with None.
 
-        If lines are not redrawn, only a phase that lasts long is shown.
+        Where no line is redrawn, only a phase that lasts long is shown.
         """
         if self._quiet:
             return
@@ -204,7 +205,7 @@ class Console:
         self._block(title, rows, border="cyan")
 
     def step(self, progress: Progress) -> None:
-        """Redraw the progress line after a step, at most five times a second; without such a line, do nothing."""
+        """After a step, redraw the progress line, if there is one, at most five times a second."""
         with self._lock:
             self._latest = progress
             is_due = self._clock() - self._drawn_at >= _REDRAW_SECONDS
@@ -214,7 +215,7 @@ class Console:
                 self._draw()
 
     def log(self, progress: Progress) -> None:
-        """Write a line after a group of steps: plain in the log file, on a terminal cut to its width."""
+        """Write a line after a group of steps: in full in the log file, shortened to the width of a terminal."""
         if progress.loss is not None:
             self._losses.append(progress.loss)
         line = plain_line(progress)
@@ -233,7 +234,7 @@ class Console:
         self.note(f"step {step:>{len(str(steps))}}/{steps}  validation loss {loss_text(loss)}")
 
     def note(self, text: str, *, coloured: bool = False) -> None:
-        """Print lines above the progress line; `coloured`: they are titanlab's own, and have colours."""
+        """Print lines above the progress line; `coloured`: the lines are titanlab's own, with colours to keep."""
         text = text if coloured else harmless_lines(text)
         self._to_log(text)
         if not self._quiet:
@@ -246,14 +247,14 @@ class Console:
         self._message("error", text)
 
     def end(self, title: str, rows: Rows, *, tone: Tone = "good", next_steps: Sequence[str] = ()) -> None:
-        """Print the panel of a run's end, and below it commands to try next, so that they are easy to copy."""
+        """Print the panel at a run's end, and below it commands to try next, where they are easy to copy."""
         self.settle()
         self._block(title, rows, border=_TONES[tone])
         if next_steps:
             self.note("\n".join(["next:", *(f"  {line}" for line in next_steps)]))
 
     def settle(self) -> None:
-        """End the phase; draw the progress line for the last time and end it; a later one starts below."""
+        """End the phase; draw the progress line once more, and leave it. A later progress line starts below."""
         with self._lock:
             self._phase = None
             if self._latest not in (None, self._kept) and self.is_live:
@@ -281,10 +282,10 @@ class Console:
         self.close()
 
     def _draw(self) -> None:
-        """Draw the phase, or the progress; without both, remove the line."""
+        """Draw the phase or else the progress; if there is neither, remove the drawn line."""
         columns, phase = columns_of(self._stream), self._phase_line()
         if phase is not None:
-            # Cut off: a line that wraps could not be redrawn in place.
+            # Cut the line to the width: a line that wraps could not be redrawn in place.
             line = self._style.faint + phase[: columns - 1] + self._style.off
         elif self._latest is not None:
             line = live_line(self._latest, self._losses, columns=columns, style=self._style, unicode=self._unicode)
@@ -296,18 +297,18 @@ class Console:
         self._is_drawn, self._drawn_at = bool(line), self._clock()
 
     def _clearing(self) -> str:
-        """The escape sequence that removes the drawn line; empty if there is none."""
+        """The escape sequence that removes the drawn line; empty if no line is drawn."""
         return _CLEAR_LINE if self._is_drawn else ""
 
     def _phase_line(self) -> str | None:
-        """The phase with its seconds; None if there is none."""
+        """The line of the phase, with its seconds; None if there is no phase."""
         if self._phase is None:
             return None
         text, seconds = self._phase[0], self._clock() - self._phase[1]
         return f"{text} … {seconds:.0f} s" if seconds >= 1 else f"{text} …"
 
     def _tick(self) -> None:
-        """Redraw the phase every half a second; without a line that is redrawn, say once that a phase takes long."""
+        """Redraw the phase every half a second; where no line is redrawn, print once that a phase takes long."""
         while not self._closed.wait(_TICK_SECONDS):
             with self._lock:
                 if (line := self._phase_line()) is None or self._phase is None:
@@ -364,7 +365,7 @@ class Console:
             color_system="standard" if coloured else None,
             width=columns_of(self._stream) - 1,
             legacy_windows=False,
-            # This console may know another TERM than the process: a dumb terminal has 80 columns for rich.
+            # Give rich this console's TERM, which may differ from the process's: rich takes 80 columns for `dumb`.
             _environ=self._environ,
         )
         lines = box.ROUNDED if self._unicode else box.ASCII
@@ -388,7 +389,7 @@ class Console:
         except BrokenPipeError:
             discard(stream)  # The reader of the pipe has ended (`| head`).
         except OSError as error:
-            # A full disk or a closed terminal: lost output must not end the run. A verb that only prints has failed.
+            # The disk is full, or the terminal closed. That must not end a run, but a verb that only prints has failed.
             note_lost_output(stream, error)
         except ValueError:
             pass  # A closed file.

@@ -94,7 +94,7 @@ def rate(value: float) -> str:
 
 
 def shown_path(path: object) -> str:
-    """The path relative to the current folder if it is inside it (links resolved), else whole; or a store's address."""
+    """A path, relative if it is inside the current folder (links resolved); the address of a store stays as it is."""
     if isinstance(path, Path) and path.resolve().is_relative_to(Path.cwd()):
         return os.path.relpath(path)
     return str(path)
@@ -110,7 +110,7 @@ def sweep_argument(folder: Path) -> str:
 
 # Sequences for colours and fonts are removed. Other sequences stay visible.
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
-# Control characters except the tab, also Latin-1's; characters that change the direction of text, or are invisible.
+# Control characters of ASCII (but the tab) and Latin-1; characters that are invisible or change the text's direction.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
 
 
@@ -122,13 +122,13 @@ def harmless(line: str) -> str:
 
 
 def harmless_lines(text: str) -> str:
-    """Several harmless lines. JSON keeps its values: its strings never contain the first 32 characters."""
+    """Several lines, each made harmless. JSON keeps its values: its strings contain no characters below U+0020."""
     return "\n".join(map(harmless, text.split("\n")))
 
 
 def _shown(match: re.Match[str]) -> str:
     number = ord(match[0])
-    # From 0x7f on, use JSON's escape.
+    # Write characters from 0x7f on as JSON escapes.
     return "^" + chr(number ^ 0x40) if number < 0x20 else f"\\u{number:04x}"
 
 
@@ -137,7 +137,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One line of the report."""
+    """One line of a report of checks, such as that of `titanlab doctor`."""
 
     name: str
     state: str  # `ok`, `warn` (training works, perhaps worse), `fail` (training does not work)
@@ -158,7 +158,7 @@ def fail(name: str, text: str, hint: str) -> Finding:
 
 
 def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: Iterable[str] = ()) -> list[str]:
-    """Plain lines with aligned columns; columns without text are omitted."""
+    """A plain table as lines with aligned columns; columns without text are omitted."""
     lines = levelled(lines)
     shown = [place for place in range(len(headings)) if any(line[place] for line in lines)]
     widths = {place: max(len(line[place]) for line in [headings, *lines]) for place in shown}
@@ -174,7 +174,7 @@ def aligned(headings: Sequence[str], lines: Sequence[Sequence[str]], *, right: I
 
 
 def levelled(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Add a space to numbers in columns in which others end with a mark, so that the digits are aligned."""
+    """In columns with cells that end with `*`, add a space to the other cells, so that the digits are aligned."""
     marked = {place for line in lines for place, cell in enumerate(line) if cell.endswith("*")}
     return [
         [cell + " " if place in marked and cell and not cell.endswith("*") else cell for place, cell in enumerate(line)]

@@ -1,6 +1,6 @@
 """The process of one rank: `python -m titanlab.launch.rank FOLDER [-]`.
 
-It reads the config.yaml of the run's latest attempt (with `-`: the same config as one line of JSON from its input).
+It reads the config.yaml of the run's latest attempt; with `-`, it reads the same config as a line of JSON from stdin.
 """
 
 import contextlib

@@ -49,11 +49,11 @@ def fork_ranks(logs: Path, prepare: Callable[[], T]) -> T:
     """Fork every rank of this host. This process itself exits.
 
     Args:
-        logs: folder for the output of all ranks but rank 0, which has the launcher's.
+        logs: folder for the output of the ranks, except rank 0, which writes to the launcher's output.
         prepare: called before the fork, with the environment of rank 0.
 
     Returns:
-        in each rank, with its environment set: what `prepare` has returned, which all ranks share.
+        what `prepare` has returned. Only the ranks return, each with its environment set; they share this value.
     """
     pids_file = int(os.environ.pop(PIDS_FILE))
     end_with_parent()
@@ -70,7 +70,7 @@ def fork_ranks(logs: Path, prepare: Callable[[], T]) -> T:
         os.close(pids_file)
         while os.getppid() == forking:
             time.sleep(_ADOPTION_POLL_SECONDS)
-        # Until now, the launcher can end the ranks with the process that forks them, as one group.
+        # Leave the group only now: before, the launcher can end the ranks and their forking process as one group.
         os.setsid()
         return prepared
     with os.fdopen(pids_file, "w") as file:
@@ -85,7 +85,7 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
         act: called in each rank, with its environment; returns its exit code.
     """
     for stream in (sys.stdout, sys.stderr):
-        # Otherwise each rank would write the buffers' content again.
+        # Without this, each rank would write the content of the buffers again.
         stream.flush()
     parent, code = os.getpid(), 1
     try:
@@ -98,13 +98,13 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
                 stream.flush()
         return pids
     finally:
-        # No rank may return into the code of its parent, also after an error.
+        # No rank may return into the code of its parent, not even after an error.
         if os.getpid() != parent:
             os._exit(code)
 
 
 def _fork_each(first: Ranks, logs: Path, *, terminal: bool) -> tuple[bool, dict[int, int]]:
-    """Fork every rank, with its environment, log and name. Returns whether this is a rank, and process numbers by rank.
+    """Fork every rank, with its environment, log and name. Returns whether this process is one, and pids by rank.
 
     Args:
         terminal: rank 0 writes to the terminal, and has no log of its own.
@@ -112,21 +112,21 @@ def _fork_each(first: Ranks, logs: Path, *, terminal: bool) -> tuple[bool, dict[
     pids: dict[int, int] = {}
     for rank in range(first.world):
         with warnings.catch_warnings():
-            # Python warns of any thread, also of those that numpy's BLAS ends before a fork.
+            # Python warns of every thread, although numpy's BLAS ends its threads before a fork.
             warnings.simplefilter("ignore", DeprecationWarning)
             pids[rank] = os.fork()
         if not pids[rank]:
             os.environ.update(replace(first, rank=rank, local_rank=rank).environment())
             if rank or not terminal:
                 os.environ[LOG] = str(logs / f"rank-{rank}.log")
-            # ps and top show it: the command line is the same for all ranks.
+            # ps and top show this name; the command line is the same for all ranks.
             _prctl(_PR_SET_NAME, f"rank {rank}".encode())
             return True, pids
     return False, pids
 
 
 def hear_stop_signals() -> None:
-    """Deliver the stop signals that were held back until they are handled.
+    """Deliver the stop signals that were blocked until this process could handle them.
 
     From now on the launcher's death is a stop request (`stop_request`) instead of an immediate end. This request also
     wakes a rank that SIGSTOP has stopped.
@@ -148,7 +148,7 @@ def end_with_parent() -> None:
 
 
 def _prctl(option: int, value: int | bytes) -> bool:
-    """Set an attribute of this process; False where the system has no such attribute."""
+    """Set an attribute of this process. Returns False if the system has no such attribute."""
     if sys.platform != "linux":
         return False
     return bool(ctypes.CDLL(None).prctl(option, value) == 0)

@@ -71,22 +71,22 @@ def import_trainer() -> None:
 
 def import_techniques(recipe: Recipe) -> None:
     """Import what a recipe's techniques need: before the fork, so that not every rank imports it."""
-    # A failure here is a failure of every rank too, which records it.
+    # Ignore a failure here: every rank fails in the same way later, and records it.
     with kept_imports(), _frames_know_their_module(), contextlib.suppress(Exception):
         for config in (recipe.model, recipe.precision, recipe.ac, recipe.optimizer):
             config.implementation()
         if recipe.layout.pipeline > 1:
             importlib.import_module("titanlab.parallelism.pipeline")
         if recipe.precision.layer_class:
-            # torchao alone takes seconds.
+            # The import of torchao alone takes seconds.
             import_quietly(recipe.precision.layer_class.rpartition(".")[0])
 
 
 @contextlib.contextmanager
 def _frames_know_their_module() -> Iterator[None]:
-    """Find the module of a frame by its name inside the block.
+    """Inside the block, `inspect` finds the module of a frame by the module's name.
 
-    For every operator that torch registers (`torch/library.py`), it asks `inspect` for the module and the source line,
+    For every operator that torch registers (`torch/library.py`), torch asks `inspect` for the module and source line,
     and `inspect` looks up the real path of each imported module: two fifths of the 43,000 file calls of a rank's
     imports. This can go when torch no longer asks `inspect`.
     """
@@ -104,7 +104,7 @@ def _frames_know_their_module() -> Iterator[None]:
         inspect.getmodule = searched
 
 
-# A stop request before the first step takes effect after this time.
+# A stop request before the first step takes effect after this time, so that this rank's own error comes first.
 EARLY_SECONDS = 1.0
 
 
@@ -116,7 +116,7 @@ def main(
     start_up = start_of_worker()
     shared: Recipe | None = None
     if PIDS_FILE in os.environ:
-        # Returns in each of the forked ranks.
+        # `fork_ranks` returns only in the ranks that it forks.
         run = open_run(Path(folder))
         shared = fork_ranks(run.logs, lambda: _import_before_fork(run, start_up))
     end_with_parent()
@@ -125,7 +125,7 @@ def main(
     run = open_run(Path(folder))
     attempt = _begun_attempt()
     config_line = sys.stdin.readline() if rest == ["-"] else None
-    # From here on, a stop request ends this rank before its first step, and later after a step.
+    # From here on, a stop request ends this rank: soon if no step is done yet, otherwise at the end of a step.
     watchdog: Watchdog | None = None
     with contextlib.ExitStack() as stack:
         # Only rank 0 writes to the terminal.
@@ -139,7 +139,7 @@ def main(
             stack.enter_context(stop.at_once(active=True, patience_seconds=EARLY_SECONDS))
             recipe = shared or _read_recipe(run, attempt, config_line)
             if ranks.rank == 0:
-                # The same launcher may have made the attempt before.
+                # The same launcher may have made an earlier attempt: count this start from the end of that attempt.
                 with contextlib.suppress(TitanlabError):
                     earlier = run.result(attempt - 1) if attempt is not None and attempt > 1 else None
                     if earlier is not None and earlier.ended:
@@ -167,13 +167,13 @@ def main(
                 observer=None if observe is None else observe(recipe, run, ranks),
                 start_up=start_up,
             )
-            # Every rank has done the last step, so no rank compiles.
+            # Every rank has done the last step, so no rank compiles any more.
             if ranks.local_rank == 0:
                 publish_compiled()
         except BaseException as error:
-            # Another rank may have ended already, so that this rank lost the connection to it.
+            # After a stop request another rank may end first: the lost connection to it is then no failure.
             is_early = isinstance(error, StoppedEarly) or (stop.ends_at_once and stop.signal and is_secondary(error))
-            # A request that arrives now must not raise.
+            # A stop request that arrives now must not raise.
             stop.ends_at_once = False
             if not is_early:
                 return _failed(error, run, ranks, attempt, watchdog)
@@ -187,7 +187,7 @@ def main(
 
 def _read_recipe(run: RunFolder, attempt: int | None, config_line: str | None = None) -> Recipe:
     config = run.config(attempt or max(run.attempts())) if config_line is None else json.loads(config_line)
-    # This imports the schemas of all options.
+    # `from_mapping` imports the schemas of all options.
     with kept_imports():
         return from_mapping(config)
 
@@ -195,8 +195,8 @@ def _read_recipe(run: RunFolder, attempt: int | None, config_line: str | None = 
 def _import_before_fork(run: RunFolder, start_up: StartUp) -> Recipe | None:
     """Import what all ranks of this host need, before they are forked. Returns the recipe if it can be read.
 
-    Accelerators must not be initialised before a fork, and libraries may do so when they are imported: then each rank
-    imports torch itself.
+    An accelerator must not be initialised before a fork, and a library may initialise it when it is imported. So with
+    an accelerator, each rank imports torch itself.
     """
     recipe = None
     # If this fails, it fails again in every rank, which records the failure. The console's thread ends before the fork.
@@ -223,7 +223,7 @@ def _watchdog(recipe: Recipe, run: RunFolder, ranks: Ranks, attempt: int | None)
 
     def note(outcome: Outcome, record: HangRecord | None) -> None:
         number = attempt or run.newest_attempt() or 1
-        # The record first: a reader that sees the note finds the record too.
+        # Write the record of the hang first: a reader that sees the failure then finds the record too.
         if record is not None:
             with contextlib.suppress(OSError):
                 write_hang(run, number, record)
@@ -248,14 +248,14 @@ def show_stacks() -> None:
 
 
 def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | None, watchdog: Watchdog | None) -> int:
-    """Record the failure: the launcher compares the records of all ranks to find the cause."""
+    """Record the failure: the launcher finds the cause in the records of all ranks. Returns the exit code."""
     step = 0 if watchdog is None else watchdog.done
     note = from_exception(error, step=step, rank=ranks.rank, attempt=attempt or run.newest_attempt())
     is_impatient = isinstance(error, KeyboardInterrupt)
     if is_impatient:
         lost = run.lost_steps(step)
         cause = f"interrupted again, so it has not saved{lost and f'; {lost}'}"
-        # The place of the error does not matter: the rank was stopped, or lost the connection to such a rank.
+        # The place of the error does not matter: this rank was stopped, or lost the connection to a stopped rank.
         note = replace(note, cause=cause, traceback=None, echo=False)
     is_reported = note.echo or disk_fault(error) is not None
     if note.attempt:
@@ -311,7 +311,7 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
 
 
 def _compile_in_own_folder(run: RunFolder, attempt: int | None, stack: contextlib.ExitStack) -> Callable[[], None]:
-    """Let torch compile in a folder of this attempt until the stack closes. The result adds it to the cache."""
+    """Let torch compile in a folder of this attempt until the stack closes. Returns what adds it to the cache."""
     cache = Path(os.environ[compiler_cache.VARIABLE])
     name = f"{hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:16]}-{attempt or 0}"
     try:

@@ -24,7 +24,7 @@ from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, su
 
 # A call of sbatch that takes longer is killed; then `find` looks for its jobs in the queue.
 _SBATCH_SECONDS = 120
-# srun's --wait: seconds after the end of the first task. Other ranks may still save after one has ended well.
+# srun's --wait: how long tasks may run after the first one has ended. Some ranks save for longer than others.
 _WAIT_SECONDS = 600
 # A failing line of the preamble ends the job, because the run would lack what the line provides. Lines of files that
 # the preamble sources may fail.
@@ -112,7 +112,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
         "mem": _memory(shape.memory_gib),
         "signal_delay_s": config.signal_seconds,
         "array_parallelism": config.array_parallelism or len(submission.runs),
-        # submitit would set its own default.
+        # Without this, submitit would set a default of its own.
         "wckey": None,
         "setup": _setup(config, sweep, submission, survives=survives),
         "srun_args": [*srun, *config.srun_arguments],
@@ -141,7 +141,7 @@ def _setup(config: Slurm, sweep: Path, submission: Submission, *, survives: bool
         inherited = "${PYTHONPATH:+:$PYTHONPATH}" if name == "PYTHONPATH" else ""
         lines.append(f"export {name}={shlex.quote(value)}{inherited}")
     if survives:
-        # sbatch sets it for the nodes that were requested; a job that has lost one may start again on fewer.
+        # sbatch sets SLURM_NTASKS for the requested nodes; a job that has lost a node may start again on fewer nodes.
         lines.append(f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {submission.shape.tasks_per_node}))")
     if config.container or any(word.startswith("--container") for word in config.srun_arguments):
         lines += answering_lines(jobs_folder(sweep).absolute())
@@ -165,7 +165,7 @@ def _unwanted(config: Slurm) -> list[str]:
 
     For sbatch, SBATCH_* variables win over the batch file: they could set a name by which the job is not found again,
     or a partition and a time limit that nobody has checked. SRUN_* variables would change the job's call of srun. They
-    are also removed for keys that the file does not set: a recipe then requests the same from every shell, and the site
+    are removed even for keys that the file does not set: a recipe then requests the same from every shell, and the site
     decides what launch leaves open.
     """
     set_by_launch = {name for name, value in config.extra.items() if value is not None}
@@ -176,7 +176,7 @@ def _unwanted(config: Slurm) -> list[str]:
 
 
 def _has_locks(lock: Path) -> bool:
-    """Whether the file system supports locks: flock(1) fails without, as on Lustre without -o flock."""
+    """Whether the file system supports locks: flock(1) fails without locks, such as on Lustre without -o flock."""
     descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,9 +3,9 @@
 Slurm is asked by job numbers, but only lines whose job name ends with the submission's token are used: after a reset
 Slurm counts from the beginning, and another job may have the same number.
 
-A process of a job runs scontrol here, or outside its container by the shell of the batch file. Images seldom contain
-Slurm's commands, and rarely those of the site's version. A job with a container therefore asks by files: the process
-writes the arguments, and a loop in the batch file runs scontrol with them.
+A process of a job runs scontrol itself, unless the job has a container: images seldom contain Slurm's commands, and
+rarely those of the site's version. Then the process writes the arguments into a file, and a loop in the batch file,
+outside the container, runs scontrol with them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from titanlab.system import CommandResult, run_command
 ANSWER_SECONDS = 15.0
 # The accounting database serves many users and is slower.
 ACCOUNTING_SECONDS = 30.0
-# With these variables users filter and format the output of commands for themselves; they would change ours.
+# Users set these variables to filter and format the output of Slurm's commands; titanlab could not read it then.
 _PERSONAL = ("SACCT_", "SCANCEL_", "SINFO_", "SQUEUE_")
 # Do not cut lists of array elements after 64 characters; print times in the format that is parsed here.
 _OURS = {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
@@ -79,7 +79,7 @@ def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str
 
 def accounted_since(since: float, *words: str) -> Reply:
     """The output of sacct for the user's jobs that could start after a time, in seconds since the epoch."""
-    # One day earlier, for clocks that differ.
+    # Begin one day earlier, because clocks may differ.
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86_400))
     return ask_slurm("sacct", "--noheader", "--parsable2", f"--starttime={start}", *words, seconds=ACCOUNTING_SECONDS)
 
@@ -134,7 +134,7 @@ def scontrol(*words: str, seconds: float) -> CommandResult | None:
     folder = os.environ.get(QUESTIONS)
     if folder is not None and (answer := _asked_outside(Path(folder), words, seconds)) is not None:
         return answer
-    # Also used if the node of the batch file is lost: the image may contain scontrol.
+    # Try it here even if the node of the batch file is lost: the image may contain scontrol.
     return run_command("scontrol", *words, seconds=seconds, environ={**os.environ, **_FORMAT})
 
 
@@ -206,7 +206,7 @@ def hosts(nodes: str) -> list[str]:
             for number in part.split(",") if place % 2 else [part]:
                 first, _, last = number.partition("-")
                 if place % 2 and first.isdecimal() and (not last or last.isdecimal()):
-                    # With leading zeros.
+                    # Keep leading zeros.
                     choices[-1] += [f"{value:0{len(first)}d}" for value in range(int(first), int(last or first) + 1)]
                 else:
                     choices[-1].append(number)
@@ -252,13 +252,13 @@ def end_in_queue(state: JobState) -> StopReason | None:
     return None
 
 
-# From slurmstepd, which watches a step: by its own count of memory (OverMemoryKill), or by that of the control group.
+# Messages of slurmstepd, which watches the memory of a step by its own count (OverMemoryKill) or the control group's.
 # "slurmstepd: error: Detected 1 oom_kill event in StepId=12.0. Some of the step tasks have been OOM Killed."
 # "slurmstepd-n1: error: StepId=12.0 exceeded memory limit (1176580096 > 1073741824), being killed"
 _SENTENCE = re.compile(
     r"slurmstepd[^:]*: error: (?P<said>.*(?:oom[-_ ]?kill|exceeded (?:\w+ )?memory limit).*)$", re.IGNORECASE
 )
-# From srun, for one task or several: "srun: error: n1: task 1: Out Of Memory", "srun: error: n1: tasks 0-1: Killed".
+# Of srun, about one task or several: "srun: error: n1: task 1: Out Of Memory", "srun: error: n1: tasks 0-1: Killed".
 _TASK = re.compile(r"srun: error: \S+ task (?P<rank>\d+): (?P<how>Out Of Memory|Killed)\s*$")
 _TASKS = re.compile(r"srun: error: \S+ tasks \S+: (?:Out Of Memory|Killed)\s*$")
 
@@ -288,7 +288,7 @@ def memory_word(jobs: Path, job_id: str) -> MemoryWord | None:
 _FRESH_SECONDS = 60.0
 _WAITING = frozenset("PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split())
 _ALIVE = frozenset("RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING".split())
-# --all: also partitions that squeue hides by default.
+# --all: list jobs of those partitions too that squeue hides by default.
 _QUEUE = ("squeue", "--noheader", "--all", "--array", "--states=all")
 _SQUEUE = "--format=%j|%F|%K|%A|%T|%r|%M|%N"
 _SACCT = "--format=JobName,JobID,State,ExitCode,ElapsedRaw,NodeList,Reason"
@@ -298,7 +298,7 @@ def slurm_states(submitted: Sequence[Submission], sweep: Path) -> dict[JobKey, J
     """The state of every job of these submissions: one query to the accounting and one to the queue."""
     numbers = [submission.job_id for submission in submitted if submission.job_id is not None]
     jobs = f"--jobs={','.join(numbers)}"
-    # In this order: if a job runs according to the accounting and a later squeue does not know it, it is lost.
+    # Ask the accounting first: a job is lost if it runs there and squeue, asked later, does not know it.
     if len(numbers) < len(submitted):
         # An interrupted submission has no job number yet.
         accounting = accounted_since(min(submission.created for submission in submitted), _SACCT)
@@ -370,7 +370,7 @@ def _queued(text: str) -> dict[JobKey, JobState]:
 def _recorded(text: str) -> dict[JobKey, JobState]:
     """The states in the output of sacct, which lists a job before its steps."""
     states: dict[JobKey, JobState] = {}
-    # Elements of an array that have not started share one line. It may be older than the line of a single element.
+    # Elements of an array that have not started share one line, which may be older than the line of a single element.
     waiting: dict[JobKey, JobState] = {}
     keys: dict[str, JobKey] = {}
     for name, number, words, code, elapsed, nodes, reason in _rows(text, 7):
@@ -416,7 +416,7 @@ def _state(raw: str) -> str:
 
 
 def _exit_code(text: str) -> int | None:
-    """Slurm's `CODE:SIGNAL`."""
+    """The exit code in Slurm's `CODE:SIGNAL`; -N for signal N."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     # A larger number is not a signal: Slurm writes 0:125 when a job exceeds its memory.
     if match is None or int(match[2]) > 64:

@@ -49,11 +49,11 @@ from titanlab.launch.submission import JobShape, Submission, jobs_folder, token_
 from titanlab.records import OutcomeKind
 from titanlab.system import Finding
 
-# Slurm sets them for --gpus-per-task and --gpu-bind.
+# Variables that Slurm sets for --gpus-per-task and --gpu-bind.
 _GPUS_OF_A_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPU_BIND")
 # The largest array, whatever a site allows; more jobs are split into several arrays.
 MAX_ARRAY = 1000
-# Arrays in one call of scancel, to limit the length of its command line.
+# The most arrays in one call of scancel, to limit the length of its command line.
 _MAX_WORDS = 500
 _CANCEL_SECONDS = 60.0
 # Errors of scancel about single jobs that have already ended; the other jobs have been signalled.
@@ -70,7 +70,7 @@ class SlurmLauncher(Launcher):
     """Jobs of a Slurm cluster.
 
     Args:
-        config: for the jobs that are submitted.
+        config: the config of the jobs that are submitted.
     """
 
     has_scheduler = True
@@ -97,7 +97,7 @@ class SlurmLauncher(Launcher):
         yield from site.check_slurm(self._config)
 
     def max_array(self, *, is_answered: bool = True) -> int:
-        # Without an answer from Slurm, a number that every site takes.
+        # If Slurm does not answer, MAX_ARRAY remains, which every site takes.
         settings = (ask_slurm("scontrol", "show", "config").output or "") if is_answered else ""
         # MaxArraySize is one more than the largest index; the first index is 0. If it is 0, sbatch refuses all arrays.
         limits = re.findall(r"(?:^MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", settings, re.MULTILINE)
@@ -174,7 +174,7 @@ class SlurmLauncher(Launcher):
         )
 
     def addresses(self, place: ProcessPlace, environ: Mapping[str, str]) -> Iterator[str]:
-        # This process runs on the first node; its name may not resolve.
+        # This process runs on the first node. Networks may not resolve the node's name: then give its address.
         node = environ.get("SLURMD_NODENAME") or place.nodes[0]
         yield node
         if (address := node_address(node)) is not None:
@@ -200,7 +200,7 @@ class SlurmLauncher(Launcher):
         elif int(facts.get("Restarts") or 0) > place.restart:
             kind, cause = OutcomeKind.PREEMPTED, f"{job} is put back into the queue ({signal_name})"
         elif why == "NodeDown" or state in ("NODE_FAIL", "BOOT_FAIL"):
-            # The other nodes can save; the scheduler reports the lost node after the end.
+            # No NODE_FAIL: the ranks on other nodes can save. The scheduler reports the lost node after the job's end.
             kind, cause = OutcomeKind.PREEMPTED, f"a node of {job} failed ({signal_name})"
         elif why == "TimeLimit" or state == "TIMEOUT":
             kind, cause = OutcomeKind.WALLTIME, f"the time limit of {job} is reached ({signal_name})"
@@ -230,7 +230,7 @@ class SlurmLauncher(Launcher):
         return frozenset(place.nodes) - frozenset(hosts(nodes)) if nodes and not nodes.startswith("(") else frozenset()
 
     def requeue_on_fewer(self, place: ProcessPlace, *, least: int, most: int) -> str | None:
-        # The request also has the tasks and the cores of the fewest nodes. Slurm changes the request of a job in the
+        # The request also names the tasks and cores of the fewest nodes. Slurm changes the request of a job in the
         # queue only, and ends this process KillWait seconds after it has requeued its job (30 by default).
         tasks = least * (place.ranks.world // len(place.nodes))
         cores = int(_job_facts(place.job_id).get("CPUs/Task") or 1) * tasks
@@ -254,7 +254,7 @@ def _has_submitit() -> bool:
 
 
 def joined_step(environ: Mapping[str, str]) -> Ranks | None:
-    """The rank of a process that the user's own srun has started as one of several; None for a single process.
+    """The rank of a process that the user's own srun has started as one of several ranks; None for a single process.
 
     A shell inside an allocation (`salloc`, or the script of `sbatch`) has Slurm's variables too, but no step with
     several tasks.
@@ -297,8 +297,8 @@ def slurm_ranks(environ: Mapping[str, str]) -> Ranks:
     for match in re.finditer(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", tasks):
         counts += [int(match[1])] * int(match[2] or 1)
     node = number(environ, "SLURM_NODEID", 0)
-    # Whether the only GPU that this task sees belongs to this task alone. Without such a variable, compare with the
-    # driver, which shows all GPUs of the node (in a container perhaps not).
+    # A task that sees only one GPU has it alone if a variable of _GPUS_OF_A_TASK is set, or if the driver shows several
+    # GPUs: it shows all GPUs of the node (in a container perhaps not).
     is_bound = world > 1 and "CUDA_VISIBLE_DEVICES" in environ
     return Ranks(
         rank=number(environ, "SLURM_PROCID"),
@@ -318,7 +318,7 @@ def _slurm_world(environ: Mapping[str, str]) -> int:
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    """The port of one step: jobs that share a node need different ones, and so do the steps of one job.
+    """The port of one step: jobs that share a node need different ports, and so do the steps of one job.
 
     All ranks of the step compute the same port. It lies below the ports that Linux gives to outgoing connections. Two
     jobs whose numbers differ by less than 12,768 never share the port of their first step, nor do the first 97 steps of

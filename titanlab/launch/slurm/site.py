@@ -85,7 +85,7 @@ def _refusal(config: Slurm, shape: JobShape, name: str, partition: _Partition) -
 
 
 def _partitions() -> dict[str, _Partition] | str:
-    """Every partition by its name, the default one also by the empty name; and why Slurm does not answer."""
+    """Every partition by its name, the default one also by the empty name; or why Slurm does not answer."""
     listed = ask_slurm("sinfo", "--noheader", "--all", "--format=%P %D %a %l %c %G", seconds=_SITE_SECONDS)
     if listed.output is None:
         return str(listed.problem)
