@@ -262,7 +262,7 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
 
 @contextlib.contextmanager
 def _usable(checkpoint: Place, key: str, name: str) -> Iterator[None]:
-    """Raise errors that occur while a file is read as ConfigError."""
+    """A context in which a file is read; errors of reading it are raised as ConfigError."""
     try:
         yield
     except DamagedFile as error:

@@ -500,7 +500,7 @@ def complete(started: StartedSave, staged: Callable[[], Staged], target: Target)
 
 
 def remove_old(folder: Place, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
-    """Remove all but the newest `keep` checkpoints (0: keep all), and those whose step `keep_every` divides."""
+    """Remove old checkpoints; keep the newest `keep` (0: all), and those whose step is a multiple of `keep_every`."""
     for old in checkpoints(folder)[:-keep] if keep else []:
         if keep_every and step_of(old) % keep_every == 0:
             continue

@@ -356,7 +356,7 @@ def _again(action: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _store_errors(path: Place) -> Iterator[None]:
-    """Raise every error of a store as StoreFault; errors of a disk stay as they are."""
+    """A context in which every error of a store is raised as StoreFault; errors of a disk stay as they are."""
     try:
         yield
     # Packages of stores raise their own errors, such as those of botocore, aiohttp and google-auth.

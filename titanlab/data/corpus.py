@@ -187,7 +187,7 @@ def _opened(file: Path) -> io.BufferedReader:
     """Open a file for its bytes; decompress them if the ending of the name says so."""
     if (packed := file.suffix.lower()) == ".zst":
         arrow: Any = importlib.import_module("pyarrow")
-        # A file can have several frames, as the files of the Pile do.
+        # Arrow's stream reads a file of several zstd frames to the end; files of the Pile have several frames.
         return io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
     open_: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packed, open)
     stream: io.BufferedReader = open_(file, "rb")

@@ -199,7 +199,7 @@ def pieces_of(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
     start = 0
     while len(text) - start > size:
         end = text.rfind("\n", start, start + size) + 1
-        # Cut a line that is longer than `size` in its middle.
+        # If the line is longer than `size`, cut inside the line.
         end = end if end > start else start + size
         yield text[start:end]
         start = end

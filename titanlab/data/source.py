@@ -88,7 +88,7 @@ def check_validation(index: ShardIndex | None, key: str, value: object) -> None:
 
 
 def check_multiple(key: str, value: int, ranks: int) -> None:
-    """Check that `value`, a number of sequences or of virtual streams, is the same for every data-parallel rank."""
+    """Check that `ranks` divides `value`: data-parallel ranks need equally many sequences of a step, or streams."""
     if value % ranks:
         below, above = value // ranks * ranks, (value // ranks + 1) * ranks
         cure = f"try {below} or {above}" if below else f"try {above}"

@@ -498,7 +498,7 @@ def _patterns(node: Any) -> Iterator[str]:
 
 
 def try_patterns(path: Path, key: str, patterns: Sequence[str]) -> None:
-    """Start a process that reads a `tokenizer.json`, and encodes and decodes text on which slow patterns are slow.
+    """Start a process that reads a `tokenizer.json`, and encodes and decodes text that takes bad patterns very long.
 
     Raises:
         ConfigError: the process crashes, or a pattern takes too long. Other errors of the file are not raised here, but

@@ -1,4 +1,4 @@
-"""Assembly: from a recipe to one function that trains a step; only this module combines techniques.
+"""Builds from a recipe the model and one function that trains a step. Only this module combines techniques.
 
 The order of building a model, or a stage of a pipeline, matters: meta → precision → tensor → context → expert → ac →
 compile → shard → materialise → initial values.
@@ -108,7 +108,7 @@ class Assembled:
 
 
 class _Runner(NamedTuple):
-    """This rank's stages of the model, and the functions that run a step on them and return the sum of its losses.
+    """This rank's stages of the model, and functions that run a step on these stages and return its sum of losses.
 
     scale: the loss is multiplied by it before the backward pass
     """
@@ -136,7 +136,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     if recipe.training.on_nan == "skip":
         loss_scale = SkipBadSteps(loss_scale, limit=recipe.training.nan_limit, device=world.device)
     run = (_pipelined if recipe.layout.pipeline > 1 else _single)(recipe, world, mesh, loss_scale, phase)
-    # Without expert parallelism all ranks of the tensor axis route the same tokens.
+    # Without expert parallelism all ranks of the tensor axis route the same tokens, so only one of them counts tokens.
     routes_own = recipe.layout.expert > 1
     with world.without_data or contextlib.nullcontext():
         balance = Balance(
@@ -179,7 +179,7 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
 
 
 def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, phase: Phase) -> _Runner:
-    """Build the whole model."""
+    """Build the whole model on this rank (there is no pipeline), and the functions that run a step."""
     stage = build_stage(recipe, world, mesh)
     # A model that gets no positions numbers its tokens 0, 1, …, which is correct for whole sequences.
     positions = positions_of(recipe, world, mesh) if recipe.layout.context > 1 else None

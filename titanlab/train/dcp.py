@@ -74,7 +74,7 @@ class _Unreadable(ValueError):
 
 
 class _Recorded:
-    """An instance stands for an object that a pickle would create; for a name without a call (a dtype), the class does.
+    """A subclass stands for a name in the pickle, an instance for a call of that name; a dtype is a name without call.
 
     Attributes:
         name: name of the class or function, without its module.
@@ -176,7 +176,7 @@ class DcpChunks:
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            # Damaged bytes can raise any exception; torch's message about a refused name has ten lines.
+            # Damaged bytes can raise any exception. Keep the reason short: torch writes ten lines about a refused name.
             reason = f"{type(error).__name__}: a file is damaged, or asks for more than tensors"
             raise self._unreadable(reason) from error
         return self._last[place]
@@ -316,7 +316,7 @@ class CheckpointSource(WeightsSource):
     """The weights in a checkpoint; it needs no process group.
 
     Attributes:
-        prefix: of the parameters' names.
+        prefix: the prefix of the parameters' names in the checkpoint.
     """
 
     contents: Contents
@@ -350,8 +350,8 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES
     `checkpoint.load_from`; it has no states of random generators.
 
     Args:
-        prefix: of the parameters' names; empty: as torchtitan names them. A folder without a prefix has no
-            position.json, and `titanlab import` reads it.
+        prefix: the prefix of the parameters' names in the folder; empty, as torchtitan names them: the folder gets no
+            position.json, and is for `titanlab import`.
 
     Raises:
         ConfigError: the checkpoint is damaged.

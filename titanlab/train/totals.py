@@ -229,7 +229,7 @@ class Reduction:
         saves: bool | None = None,
         balance: Balance | None = None,
     ) -> None:
-        """Sum over ranks.
+        """Sum this rank's values over all ranks; all ranks call it.
 
         Args:
             squared_norm: this rank's share of the squared norm of the gradients of

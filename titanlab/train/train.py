@@ -1,4 +1,4 @@
-"""One run, top to bottom.
+"""Trains one run, from the start of a rank to the outcome.
 
 World → mesh → assemble → optimizer → data → resume → steps → outcome. This module does not depend on the recipe's
 techniques: `assemble` combines them into one function, `forward_backward`.

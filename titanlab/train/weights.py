@@ -320,7 +320,7 @@ def read_entries(
     places: dict[str, Path] = {}
     for path, wanted in files.items():
         if path.exists() and not path.is_file():
-            # Opening a named pipe would wait for a writer.
+            # Do not open such a file: opening a named pipe would wait for a writer.
             raise ConfigError(key, path, "is not a regular file", "fetch the file again")
         try:
             with safe_open(path, framework="np") as file:
