@@ -57,7 +57,7 @@ class Position(Struct, frozen=True, kw_only=True):
         tracker: the run's id in the tracker.
         layout: degrees of the layout that saved the checkpoint, for users.
         loss_scale: state of the loss scale, see `titanlab.techniques.precision.cast`; empty without loss scaling.
-        routing: for each transformer block, `Balance.state` of `titanlab.train.totals`; empty without such a state.
+        routing: the experts' biases or shares by transformer block: `Balance.state` of `titanlab.train.totals`.
     """
 
     step: _Count = 0

@@ -433,7 +433,7 @@ class Stage:
 
     @property
     def expert_factor(self) -> float:
-        """The quotient of two divisors of FSDP2: that of other gradients, and that of experts' gradients.
+        """FSDP2's divisor of other parameters' gradients, divided by its divisor of experts' gradients.
 
         FSDP2 divides by the ranks over which it sums: replicate · shard · context, and for experts replicate · shard ·
         context · tensor / expert.

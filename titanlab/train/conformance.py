@@ -178,7 +178,7 @@ def _operations(
 def _per_token(
     account: ModelAccount, block: list[Operation], edges: list[Operation], *, batch: int, seq_len: int
 ) -> Iterator[str]:
-    """FLOPs by the convention must be three forward passes, plus six for each element of a vector (without matmul)."""
+    """FLOPs by the convention must be three forward passes, plus six for each element of a vector (not in a matmul)."""
     forward = account.layers * forward_flops(block) + forward_flops(edges)
     vectors = sum(math.prod(shape) for shape in account.parameters.values() if len(shape) < 2)
     from_operations = 3 * forward // (batch * seq_len) + 6 * vectors

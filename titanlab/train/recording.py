@@ -89,7 +89,7 @@ class Recorder:
         """Note that the run continues from an earlier step."""
 
     def compared(self, metrics: Mapping[str, float], warning: str) -> None:
-        """Keep metrics that compare the ranks for the next row; show the warning unless it is empty."""
+        """Add metrics that compare the ranks to the next rows; show the warning unless it is empty."""
 
     def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
         """Record a row of metrics with its own kind, and print the lines."""
