@@ -1,4 +1,4 @@
-"""Saving a run's whole state, and resuming from it."""
+"""Saves a run's whole state, and loads it so that the run can resume."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Addresses of remote stores, such as `s3://bucket/folder`, and the checks of them. Free of torch."""
+"""Addresses of remote stores, such as `s3://bucket/folder`, and checks of these addresses. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LOCAL = ("file", "local")
 _UNUSABLE = ("http", "https", "data", "git", "github", "reference", "zip", "tar", "libarchive", "generic", "dir")
 _WRAPPERS = ("cached", "blockcache", "filecache", "simplecache")
 _PRIVATE = ("memory",)
-# What the tests use; docs/checkpoints.md says it too.
+# What the tests use for a store; docs/checkpoints.md says it too.
 TESTED = "the tests use an emulated object store through fsspec, not a real one"
 _SECRET = "***"
-# Protocols in which the name before @ is a user or a container; in others it may be a token.
+# Protocols in which the text before @ is a user or a container; in other protocols it may be a secret token.
 _WITH_USER = ("sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "oci")
 
 
@@ -30,7 +30,7 @@ class StorePath:
     """A folder or an object of a remote store; it has the attributes of `pathlib.Path` that need no store.
 
     Attributes:
-        address: with the protocol, and without a slash at its end.
+        address: the whole address, with the protocol, and without a slash at its end.
     """
 
     address: str
@@ -57,7 +57,7 @@ class StorePath:
         return self.parent / name
 
     def resolve(self) -> StorePath:
-        """Returns itself: a store has no links."""
+        """The same path: a store has no links to resolve."""
         return self
 
     @property
@@ -81,7 +81,7 @@ def check_address(key: str, text: str) -> None:
     """Check an address before it is written anywhere.
 
     Raises:
-        ConfigError: it contains a secret, which would be written to config.yaml, or is not a folder of a remote store.
+        ConfigError: the address contains a secret, which config.yaml would show, or is not a folder of a remote store.
     """
     match = _ADDRESS.match(text)
     if match is None:
@@ -91,7 +91,7 @@ def check_address(key: str, text: str) -> None:
     authority = rest.partition("/")[0]
     user, at, _ = authority.rpartition("@")
     if at and (":" in user or protocol not in _WITH_USER):
-        # Errors show the value: hide the secret.
+        # Hide the secret, because errors show the value.
         shown = text.replace(user, _SECRET)
         rule = "holds a password or a token, and config.yaml, the logs and the tracker would hold it too"
         raise ConfigError(key, shown, rule, _elsewhere(text.replace(f"{user}@", "")))
@@ -116,7 +116,7 @@ def check_address(key: str, text: str) -> None:
 
 
 def check_installed(key: str, text: str) -> None:
-    """Check that a store can be used: its package is installed, and its files are the same for all processes.
+    """Check that a store can be used: its package is installed, and all processes see the same files.
 
     Raises:
         ConfigError: the store cannot be used, or no package is known for the protocol.

@@ -1,4 +1,4 @@
-"""What checkpoints contain: position.json, and checks that need neither torch nor tensors; the rows of their list."""
+"""Reads and checks what checkpoints contain, without torch and without reading tensors; lists a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -32,44 +32,44 @@ if TYPE_CHECKING:
     from titanlab.checkpoint.index import IndexedFile, IndexedTensor
 
 POSITION = "position.json"
-# A file of 512 ranks on GPUs has about a fifteenth of this size.
+# Largest size of position.json: about 15 times that of a run with 512 ranks on GPUs.
 MOST_BYTES = 1 << 28
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-# The range of torch's numbers: JSON's 1e400 would be infinite.
+# Numbers that torch can take. JSON has larger ones, such as 1e400, which would become infinite.
 _Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | Annotated[float, Meta(gt=-(2.0**63), lt=2.0**63)]
 # The smallest normal number of float32.
 _LEAST_SCALE = 2.0**-126
 _FileName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\x00]+\Z")]
 _StateName = Annotated[str, Meta(pattern=r"^(cpu|python|numpy|cuda)\Z")]
 _Rank = Annotated[int, Meta(ge=0, lt=10**9)]
-# The largest state of a generator, as JSON, takes 8 KiB.
+# The largest state of a random generator takes 8 KiB as JSON, so 64 KiB are enough.
 _State = Annotated[bytes, Meta(max_length=1 << 16)]
 
 
 class Position(Struct, frozen=True, kw_only=True):
-    """A run's progress without its tensors.
+    """How far a run is: its state except tensors and random generators.
 
     Attributes:
-        step: optimizer steps done.
-        tokens: labels that have counted so far.
+        step: number of optimizer steps done.
+        tokens: number of labels that have counted in the loss so far.
         data: state of the data stream.
         tracker: the run's id in the tracker.
         layout: degrees of the layout that saved the checkpoint, for users.
         loss_scale: state of the loss scale, see `titanlab.techniques.precision.cast`; empty without loss scaling.
-        routing: by block, state of the balance of its experts, see `titanlab.train.totals`; empty without experts.
+        routing: the experts' biases or shares by transformer block: `Balance.state` of `titanlab.train.totals`.
     """
 
     step: _Count = 0
     tokens: _Count = 0
-    data: dict[str, Any] = {}  # the stream that resumes checks the rest
+    data: dict[str, Any] = {}  # the stream that resumes checks the values
     tracker: str | None = None
     layout: dict[str, _Count] = {}
     loss_scale: dict[str, _Number] = {}
     routing: dict[str, list[_Number]] = {}
 
     def __post_init__(self) -> None:
-        # The training divides by the scale, in float32; the other entries are counts.
+        # The scale must be a normal float32, because training divides by it; the other entries are counts.
         for name, value in self.loss_scale.items():
             if value < (_LEAST_SCALE if name == "scale" else 0):
                 rule = "must be positive" if name == "scale" else "must not be negative"
@@ -109,10 +109,10 @@ def position_bytes(saved: SavedPosition) -> bytes:
 
 
 def read_position(checkpoint: Place, key: str, content: bytes | None = None) -> SavedPosition:
-    """Read position.json, or check its content, if that has been read already.
+    """Read and check position.json; `content`: the bytes of the file if they have been read already.
 
     Raises:
-        DamagedCheckpoint: it is missing, is not JSON, lacks a key, or has a key or a value that no run saves.
+        DamagedCheckpoint: the file is missing, is not JSON, lacks a key, or has a key or value that no run saves.
     """
     with _usable(checkpoint, key, POSITION):
         content = folder_at(checkpoint).read(POSITION, MOST_BYTES) if content is None else content
@@ -144,11 +144,11 @@ class Contents:
 
     Attributes:
         key: the config key or argument that names the checkpoint, for errors.
-        tensors: as `titanlab.checkpoint.index` has them.
-        objects: values of the entries that are not tensors.
-        files: to which the chunks of the tensors refer.
-        chunk: reads a chunk in another format: file, first byte, bytes → the tensor or the value; None: the files are
-            titanlab's. With it the objects are its arguments.
+        tensors: each tensor's dtype, shape and chunks, by the tensor's name.
+        objects: values of the entries that are not tensors; if there is a `chunk`, the arguments to call it with.
+        files: the files to which the tensors' chunks refer by number.
+        chunk: reads a chunk of a file in another format: file, first byte, bytes → the tensor or the value; None: the
+            files have titanlab's format.
     """
 
     checkpoint: Place
@@ -176,11 +176,11 @@ class Contents:
         return damaged(self.checkpoint, self.key, reason)
 
     def unusable(self, rule: str) -> DamagedCheckpoint:
-        """As `damaged`, in other words."""
+        """As `damaged`, but with a rule that the caller words."""
         return DamagedCheckpoint(self.key, self.checkpoint, rule, earlier_hint(self.checkpoint))
 
     def refused(self, rule: str, cure: str | None = None) -> ConfigError:
-        """The error about a checkpoint that may be whole; cure None: names the checkpoint before."""
+        """The error about a checkpoint that need not be damaged; `cure` None: suggest the checkpoint before it."""
         return ConfigError(self.key, self.checkpoint, rule, cure or earlier_hint(self.checkpoint))
 
     def check_model(self, parameters: Mapping[str, tuple[int, ...]], *, without: Collection[str] = ()) -> None:
@@ -209,7 +209,7 @@ class Contents:
         """Check that the checkpoint has the optimizer's state in the form that this optimizer and layout need.
 
         Args:
-            names: of the optimizer's entries in the model that loads.
+            names: names of the optimizer's entries in the run that loads.
         """
         known = self.names
         degrees = " ".join(f"parallelism.{axis}={degree}" for axis, degree in self.saved.layout.items())
@@ -233,7 +233,7 @@ class Contents:
                 raise self.refused(rule, f"keep its optimizer and training.freeze, {weights}")
 
     def check_step(self, steps: int) -> None:
-        """Check that a new run has steps left after the checkpoint from which it starts."""
+        """Check that a new run that starts from this checkpoint has steps left; `steps`: the run's last step."""
         if (step := self.saved.step) >= steps:
             rule = f"the checkpoint {self.checkpoint} is of step {step} already"
             raise ConfigError("training.steps", steps, rule, f"try {2 * step}")
@@ -262,13 +262,13 @@ def read_contents(checkpoint: Place, key: str) -> Contents:
 
 @contextlib.contextmanager
 def _usable(checkpoint: Place, key: str, name: str) -> Iterator[None]:
-    """Raise the errors of reading a file as ConfigError."""
+    """A context in which a file is read; errors of reading it are raised as ConfigError."""
     try:
         yield
     except DamagedFile as error:
         raise damaged(checkpoint, key, error) from error
     except OSError as error:
-        # The file may be whole: the disk or its permissions are at fault.
+        # The file need not be damaged: the disk or its permissions are at fault.
         reason = f"its file {name} cannot be read ({error.strerror or type(error).__name__})"
         raise ConfigError(key, checkpoint, reason, earlier_hint(checkpoint)) from error
 
@@ -278,14 +278,14 @@ def parent_of(load_from: str | None) -> dict[str, Any]:
     if load_from is None:
         return {}
     try:
-        # The path may be relative, and lead to the checkpoint by a link.
+        # Resolve the path: it may be relative or a link.
         checkpoint = find(load_from, KEY).resolve()
-        # The folder may have another name, if it was copied out of its run.
+        # A folder that was copied out of its run may have another name: then read the step from its file.
         step = step_named(checkpoint)
         if step is None:
             step = read_position(checkpoint, KEY).step
     except ConfigError:
-        # The checkpoint may be removed after the run has begun; the run then already has the record of its parent.
+        # The checkpoint may have been removed since the run began. The run has the record of its parent already.
         return {}
     name = str(checkpoint)
     if isinstance(checkpoint, Path):
@@ -303,13 +303,13 @@ class ListedCheckpoint:
     """A folder in a run's folder of checkpoints.
 
     Attributes:
-        name: of the folder.
-        step: in its name.
+        name: name of the folder.
+        step: the step in this name.
         state: `complete`; `unfinished`: its save has not ended; `put aside`: the user has gone back to an earlier
             step; `damaged`.
-        bytes: of its files.
-        saved: when it was complete, in seconds since the epoch.
-        verified: whether all its bytes were read and equal the saved bytes; None: they were not read.
+        bytes: size of its files together.
+        saved: the time at which it was complete, in seconds since the epoch.
+        verified: whether all bytes were read and have the saved checksums; None: the bytes were not read.
         problem: the fault of the checkpoint, in one line; None: no fault is known.
     """
 
@@ -326,7 +326,7 @@ def list_checkpoints(folder: Place, *, verifies: bool) -> list[ListedCheckpoint]
     """All checkpoints in a run's folder of checkpoints, by step.
 
     Args:
-        verifies: read every byte of complete checkpoints; otherwise only index and position.
+        verifies: whether to read every byte of complete checkpoints; otherwise only their index and position.
     """
     rows = []
     for name, counts in folder_at(folder).steps().items():

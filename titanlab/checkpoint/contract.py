@@ -1,4 +1,4 @@
-"""The contract of the group `checkpoint`: a torch-free config, and the saver that it names."""
+"""The contract of the group `checkpoint`: a torch-free config, and the saver that the config names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Target:
         keep_every: checkpoints of steps that are multiples of this are never removed; 0: none.
         recipe: SHA-256 of the run's identity; None: the run has none.
         warn: called on rank 0 with a line about an old checkpoint that cannot be removed.
-        saved: called on rank 0 with the step of each complete checkpoint, maybe by another thread.
+        saved: called on rank 0 with the step of each checkpoint when it is complete, maybe in another thread.
     """
 
     folder: Place
@@ -50,17 +50,17 @@ class OnlyModel:
     """A checkpoint without the optimizer, from which no run can resume.
 
     Attributes:
-        dtype: of the parameters, by torch's name; None: as they are.
+        dtype: dtype to save the parameters in, by torch's name; None: keep theirs.
     """
 
     dtype: str | None = None
 
 
 class Saver:
-    """Saves the checkpoints of one rank, one at a time; this class saves nothing.
+    """Saves the checkpoints of one rank, one at a time; this base class saves nothing.
 
-    All ranks call the methods together. If a method raises OSError, such as on a full disk, it does so on all ranks;
-    training can go on, and the partial checkpoint is removed.
+    All ranks call the methods together. If a method raises OSError, for example because the disk is full, it does so on
+    all ranks, and removes the partial checkpoint; training can go on.
 
     Attributes:
         saved_step: step of the newest complete checkpoint that this saver knows; 0: none.
@@ -69,7 +69,7 @@ class Saver:
     saved_step = 0
 
     def save(self, position: Position) -> None:
-        """Save; when it returns, training may go on. `wait` must have been called since the last save."""
+        """Save; when this returns, training may go on. The caller must have called `wait` since the last save."""
 
     def wait(self) -> None:
         """Wait for the save in progress, if any; raises its OSError."""
@@ -80,14 +80,14 @@ class Saver:
         return False
 
     def save_last(self, position: Position, only_model: OnlyModel | None = None) -> None:
-        """Save, and return when the checkpoint is on the disk. `wait` must have been called since the last save.
+        """Save, and return when the checkpoint is durable. The caller must have called `wait` since the last save.
 
         Args:
-            only_model: None: save everything.
+            only_model: how to save only the model; None: save everything.
         """
 
     def before_update(self) -> None:
-        """Called before the model changes, so that a device can complete its copies of the model first."""
+        """Called before the optimizer changes the model, so that copies of it for a save are complete first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,16 +130,16 @@ class CheckpointConfig(ABC):
             check_installed("checkpoint.folder", self.folder)
 
     def reduced(self, *, note: Callable[[str], None]) -> CheckpointConfig:
-        """The same way to save on a CPU, in proofs and rehearsals; by default this one.
+        """A config that saves in the same way on a CPU, for proofs and rehearsals; by default this config itself.
 
         Args:
-            note: called with each difference, in one line.
+            note: called with one line for each difference from this config.
         """
         return self
 
     @abstractmethod
     def implementation(self, target: Target) -> Saver:
-        """The saver of one rank of an attempt; all ranks make theirs together."""
+        """Make the saver of this rank for an attempt; all ranks call this together."""
 
     def __post_init__(self) -> None:
         if self.folder is not None:

@@ -1,4 +1,4 @@
-"""Paths and names of checkpoints, and the checkpoint that a user means."""
+"""Paths and names of checkpoints; finds the checkpoint that a user means."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from titanlab.system import StoreFault, parse_json, read_bytes, user_path
 OWNER = "run.json"
 """The object that says which run's checkpoints a folder of a store holds."""
 _MOST_BYTES = 1 << 16
-# The file that lists what a folder of torch.distributed.checkpoint contains: a pickle.
+# The pickle that lists what a folder of torch.distributed.checkpoint contains.
 METADATA = ".metadata"
-# Suffix of a checkpoint that is newer than the one from which the user has restarted: kept, but not used any more.
+# Suffix of a checkpoint that is newer than the one from which the user restarted: it is kept, but not used any more.
 ASIDE = ".aside"
-# Suffix of a checkpoint that was found damaged: kept, but not used any more.
+# Suffix of a checkpoint that was found damaged: it is kept, but not used any more.
 DAMAGED = ".damaged"
 _STEP = re.compile(r"step-([0-9]+)")
 
@@ -53,7 +53,7 @@ def checkpoints_of(run: RunFolder) -> Place:
     identity = run.identity()
     if not isinstance(folder, str) or identity is None or not {"sweep", "name"} <= set(values):
         return run.checkpoints
-    # The run may be a stranger's.
+    # Check the address, because the run may come from a stranger.
     check_address("checkpoint.folder", folder)
     return StorePath(folder.rstrip("/")) / str(values["sweep"]) / f"{values['name']}-{identity.hash8}"
 
@@ -61,8 +61,8 @@ def checkpoints_of(run: RunFolder) -> Place:
 def claim_place(run: RunFolder) -> None:
     """Claim the folder of a store for this run, before its first attempt; this also tests that the store accepts files.
 
-    Otherwise this run could use another run's checkpoints: the same recipe has the same name on each host, and the
-    folder of a run on this host may have been removed.
+    Without the claim this run could use another run's checkpoints: the same recipe has the same name on each host, and
+    an earlier run with this name may have lost its folder on this host.
 
     Raises:
         ConfigError: the folder holds checkpoints of another run.
@@ -91,7 +91,7 @@ def step_folder(folder: Place, step: int) -> Place:
 
 
 def step_named(checkpoint: Place) -> int | None:
-    """The step in a name, which may be short (`step-8`); None: not the name of a checkpoint."""
+    """The step in the name of a path, which may be short (`step-8`); None: it is not the name of a checkpoint."""
     match = _STEP.fullmatch(checkpoint.name)
     return int(match[1]) if match else None
 
@@ -166,7 +166,7 @@ def find(text: str, key: str) -> Place:
 
 
 def remove(checkpoint: Place) -> OSError | None:
-    """Remove a complete or incomplete checkpoint. Returns the error: an old checkpoint must not end a run."""
+    """Remove a complete or incomplete checkpoint. Returns the error, if any: a failure to remove must not end a run."""
     try:
         folder_at(checkpoint).remove()
     except OSError as error:
@@ -181,7 +181,7 @@ def remove_unfinished(folder: Place) -> None:
 
 
 def put_aside(folder: Place, *, after: int) -> list[Place]:
-    """Rename the checkpoints after a step, so that an earlier one is the newest. Returns their new names."""
+    """Rename the checkpoints after a step, so that an earlier checkpoint is the newest. Returns the renamed ones."""
     return [_renamed(path, ASIDE) for path in checkpoints(folder) if step_of(path) > after]
 
 
@@ -194,10 +194,10 @@ def put_back(renamed: Iterable[Place]) -> None:
 
 
 def fall_back(error: DamagedCheckpoint) -> str:
-    """Rename a damaged checkpoint: it would count as one of the newest that a run keeps. Returns a line for the user.
+    """Rename a damaged checkpoint, so that it is not one of the newest that a run keeps. Returns a line for the user.
 
     Raises:
-        DamagedCheckpoint: there is no checkpoint before it; nothing was changed.
+        DamagedCheckpoint: there is no earlier checkpoint to fall back to; nothing was renamed.
     """
     checkpoint = place_of(str(error.value))
     older = before(checkpoint)
@@ -245,7 +245,7 @@ T = TypeVar("T")
 
 
 def read_while_kept(choose: Callable[[], Place], read: Callable[[Place], T], warn: Callable[[str], None]) -> T:
-    """Read the chosen checkpoint; if its run removes it meanwhile (checkpoint.keep), choose again."""
+    """Choose a checkpoint and read it; if its run removes it meanwhile (checkpoint.keep), choose and read again."""
     while True:
         checkpoint = choose()
         try:
@@ -257,12 +257,12 @@ def read_while_kept(choose: Callable[[], Place], read: Callable[[Place], T], war
 
 
 def find_run_or_checkpoint(text: str, runs: Path | str, key: str = "run") -> tuple[RunFolder, Place | None]:
-    """Find the named run, and the checkpoint if a checkpoint is named.
+    """Find the run that a text names, and the checkpoint if the text names one.
 
-    `RUN/checkpoints/step-00000008` is a checkpoint, `RUN/checkpoints/step-8` the same; `RUN/checkpoints` is the run.
+    `RUN/checkpoints/step-00000008` and `RUN/checkpoints/step-8` name a checkpoint; `RUN/checkpoints` names the run.
     """
     for candidate in (user_path(text), user_path(runs) / text):
-        # The unresolved path first: a checkpoint may be a symbolic link to a folder outside the run.
+        # Try the unresolved path first: a checkpoint may be a symbolic link to a folder outside the run.
         for path in (Path(os.path.abspath(candidate)), candidate.resolve()):
             step = step_named(path)
             folder = path if step is None else path.parent

@@ -39,9 +39,9 @@ from titanlab.checkpoint.storage import (
 )
 
 Ints = npt.NDArray[np.int64]
-# Prevents overflow of 64 bits in the arithmetic of offsets.
+# The limit keeps arithmetic with offsets within 64 bits.
 _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
-# The index of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
+# Largest size of an index: about five times that of a checkpoint of 405B parameters over 512 ranks.
 MOST_BYTES = 1 << 29
 _MOST_TENSOR_BYTES = 1 << 60
 _PREFIX = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
@@ -59,9 +59,9 @@ class IndexedTensor:
     """A tensor in a checkpoint.
 
     Attributes:
-        dtype: its name in torch.
-        shape: of the full tensor.
-        chunks: [chunk, 3 + 2 * dims], as in the file.
+        dtype: name of the dtype in torch.
+        shape: shape of the full tensor.
+        chunks: [chunk, 3 + 2 * dims], with the columns that the index has.
     """
 
     dtype: str
@@ -70,12 +70,12 @@ class IndexedTensor:
 
     @property
     def offsets(self) -> Ints:
-        """[chunk, dims]."""
+        """Where each chunk begins in the tensor: [chunk, dims]."""
         return self.chunks[:, FIRST_OFFSET : FIRST_OFFSET + len(self.shape)]
 
     @property
     def sizes(self) -> Ints:
-        """[chunk, dims]."""
+        """The shape of each chunk: [chunk, dims]."""
         return self.chunks[:, FIRST_OFFSET + len(self.shape) :]
 
     def chunk_at(self, offsets: Sequence[int]) -> int:
@@ -85,9 +85,9 @@ class IndexedTensor:
 
 
 class IndexedFile(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """A file of tensors; `checksums` as `BlockWriter` has them."""
+    """A file of tensors; `checksums` are those that `BlockWriter` computed."""
 
-    # The file is opened later: it must be inside of the checkpoint's folder.
+    # The name must not lead out of the checkpoint's folder, because the file is opened later.
     name: Annotated[str, Meta(pattern=r"^rank-[0-9]{5,9}\.safetensors\Z")]
     size: _Size = msgspec.field(name="bytes")
     checksums: bytes
@@ -101,12 +101,12 @@ class PositionSum(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True)
 
     @classmethod
     def of(cls, content: bytes) -> PositionSum:
-        """Compute them from the content of position.json."""
+        """Compute size and checksum from the content of position.json."""
         return cls(size=len(content), checksum=f"{checksum(content):016x}")
 
 
 class IndexEntry(Struct, forbid_unknown_fields=True):
-    """A tensor in the file; `IndexedTensor` explains the fields."""
+    """A tensor in index.json; `IndexedTensor` explains the fields."""
 
     dtype: str
     shape: Annotated[list[_Size], Meta(max_length=32)]
@@ -114,7 +114,7 @@ class IndexEntry(Struct, forbid_unknown_fields=True):
 
 
 class IndexFile(Struct, forbid_unknown_fields=True):
-    """The file."""
+    """The content of index.json."""
 
     checksum: str
     format: int
@@ -141,18 +141,18 @@ def index_bytes(
 
 
 def signed(content: bytes) -> bytes:
-    """A JSON object with its checksum as the first key."""
+    """Add a checksum to the text of a JSON object, as its first key."""
     return b'{"checksum":"%016x",' % checksum(content[1:]) + content[1:]
 
 
 def fills(shape: Sequence[int], offsets: Ints, sizes: Ints) -> bool:
-    """Whether boxes inside of a tensor cover each element of it exactly once.
+    """Whether boxes cover each element of a tensor exactly once.
 
     Args:
-        offsets, sizes: [box, dims], all inside of `shape`.
+        offsets, sizes: of each box, which must lie inside the tensor: [box, dims].
     """
     whole = np.array(shape, np.int64)
-    # A rank whose part of a tensor is empty saves a box without elements.
+    # Ignore boxes without elements: a rank whose part of a tensor is empty saves one.
     holds = sizes.all(axis=1)
     offsets, sizes = offsets[holds], sizes[holds]
     if not whole.all():
@@ -169,10 +169,10 @@ def fills(shape: Sequence[int], offsets: Ints, sizes: Ints) -> bool:
 
 
 def _corners_cancel(whole: Ints, offsets: Ints, sizes: Ints) -> bool:
-    """Whether boxes add up to the whole box.
+    """Whether boxes cover each element of the whole box exactly once.
 
-    The mixed difference of a box's indicator is +1 or -1 at its corners and 0 elsewhere. A sum of indicators equals
-    the indicator of the whole box exactly if their mixed differences do.
+    A box's indicator is a function: 1 at each element of the box, 0 elsewhere. Its mixed difference is +1 or -1 at the
+    box's corners and 0 elsewhere. The boxes' indicators add up to the whole box's exactly if their differences do.
     """
     dims = len(whole)
     lows = np.concatenate([offsets, np.zeros((1, dims), np.int64)])
@@ -213,9 +213,9 @@ def needed_spans(
     """The ranges of bytes that hold a part of a chunk whose elements are stored row by row.
 
     Args:
-        sizes: of the chunk.
-        offsets, lengths: of the part.
-        gap: ranges with fewer bytes than this between them are joined.
+        sizes: shape of the chunk.
+        offsets, lengths: where the part begins in the chunk, and its shape.
+        gap: join ranges that have fewer bytes than this between them.
 
     Returns:
         first byte and end of each range, from the beginning of the chunk.
@@ -223,7 +223,7 @@ def needed_spans(
     if 0 in lengths:
         return []
     strides = [item_bytes * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    # Bytes from the first to the last element of the part, for each number of leading dims that are fixed.
+    # For each number of leading dims that are fixed: the bytes from the first to the last element of the part.
     extents = [
         sum((lengths[inner] - 1) * strides[inner] for inner in range(dim, len(sizes))) + item_bytes
         for dim in range(len(sizes) + 1)
@@ -240,9 +240,9 @@ def read_index(checkpoint: Place) -> tuple[IndexFile, dict[str, IndexedTensor]]:
     """Read and check index.json. Returns its content, and the tensors in it.
 
     Raises:
-        DamagedFile: it is missing or damaged.
-        OtherFormat: a version of titanlab with another format has written it.
-        OSError: it cannot be read, but may be undamaged.
+        DamagedFile: the file is missing or damaged.
+        OtherFormat: a version of titanlab with another format wrote the file.
+        OSError: the file cannot be read, but may be undamaged.
     """
     content = folder_at(checkpoint).read(INDEX, MOST_BYTES)
     prefix = _PREFIX.match(content)
@@ -263,7 +263,7 @@ def read_index(checkpoint: Place) -> tuple[IndexFile, dict[str, IndexedTensor]]:
 
 
 def check_tensors(entries: Mapping[str, IndexEntry], file_sizes: Sequence[int]) -> dict[str, IndexedTensor]:
-    """Check that the chunks of each tensor fill it, and that no two chunks share bytes of the files of these sizes."""
+    """Check that the chunks of each tensor fill the tensor, lie inside their files, and share no bytes."""
     sizes = np.array(file_sizes, np.int64)
     tensors = {name: _tensor(name, entry, sizes) for name, entry in entries.items()}
     ranges = [tensor.chunks[:, :FIRST_OFFSET] for tensor in tensors.values()]
@@ -275,14 +275,14 @@ def _tensor(name: str, entry: IndexEntry, file_sizes: Ints) -> IndexedTensor:
     dims = len(entry.shape)
     _expect(entry.dtype in ITEM_BYTES, "a dtype")
     item_bytes = ITEM_BYTES[entry.dtype]
-    # Sizes of 0 are left out, so that no partial product is too large.
+    # Count a size of 0 as 1: the arithmetic below multiplies also only some of the sizes, and must not overflow.
     _expect(math.prod(size or 1 for size in entry.shape) * item_bytes < _MOST_TENSOR_BYTES, f"a size of {name}")
     wanted = f"chunks of {name} with as many dimensions as its shape"
     _expect(set(map(len, entry.chunks)) <= {FIRST_OFFSET + 2 * dims}, wanted)
     chunks = np.array(entry.chunks, np.int64).reshape(len(entry.chunks), FIRST_OFFSET + 2 * dims)
     tensor = IndexedTensor(dtype=entry.dtype, shape=tuple(entry.shape), chunks=chunks)
     offsets, sizes = tensor.offsets, tensor.sizes
-    # Differences, because a sum could be larger than 64 bits.
+    # Compare with a difference, because the sum of offset and size could exceed 64 bits.
     inside = (sizes <= np.array(tensor.shape, np.int64) - offsets).all()
     _expect(inside, f"chunks inside of {name}")
     _expect((chunks[:, FILE] < len(file_sizes)).all(), f"the files of {name}")

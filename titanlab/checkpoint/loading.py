@@ -1,4 +1,4 @@
-"""Reads checkpoints into models and optimizers under any layout, and verifies the blocks that it reads."""
+"""Reads checkpoints into models and optimizers under any layout, and verifies each 1 MiB block of a file it reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 # The number of words in the state of numpy's generator.
 _WORDS = 624
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-# Settings of the optimizer, such as the rate: the recipe decides them, so they are not saved.
+# Settings of the optimizer, such as the learning rate, are not saved, because the recipe decides them.
 _SETTINGS = f"{_OPTIMIZER}param_groups."
 
 
@@ -39,7 +39,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name in the index."""
+    """The torch dtype with a name of the index."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -48,8 +48,8 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
     """Do an action on this rank, and wait for the others; all ranks call it.
 
     Raises:
-        Exception: an error of this rank, or of another one. A ConfigError of any rank is raised on all ranks, because
-        users see that line.
+        Exception: the error of this rank, or that of another rank. A ConfigError of any rank is raised on all ranks,
+        because it is what users should see.
     """
     value, failure = attempted(action)
     raise_first(world.gather(failure), own=failure)
@@ -71,7 +71,7 @@ def attempted(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:
-            # Any exception class may be impossible to pickle, and then no rank would learn of the failure.
+            # Some exceptions cannot be pickled; without a replacement no other rank would learn of the failure.
             portable = RuntimeError(first_line(error))
             portable.__cause__ = error
             return None, portable
@@ -92,9 +92,9 @@ class Piece(NamedTuple):
 
     Attributes:
         file, start, size: where the bytes of the whole chunk are.
-        shape: of the chunk.
-        offsets: of the piece in the chunk.
-        target: the part of the model to fill, with the shape of the piece.
+        offsets: where the piece begins in the chunk.
+        shape: shape of the chunk.
+        target: the part of the model to fill; it has the shape of the piece.
     """
 
     file: int
@@ -107,7 +107,7 @@ class Piece(NamedTuple):
 
 
 def load_state(state: dict[str, Any], contents: Contents, world: World | None = None) -> None:
-    """Fill a state whose keys are names of entries; all ranks of the world call it together, None: this process alone.
+    """Fill a state whose keys are names of entries. All ranks of `world` call it together; None: one process calls it.
 
     Raises:
         DamagedCheckpoint: a file is missing or damaged, or would run code.
@@ -155,7 +155,7 @@ def _pieces_of(name: str, tensor: Tensor, contents: Contents) -> Iterator[Piece]
 
 
 def _pieces(entry: IndexedTensor, box: Tensor, offsets: Sequence[int]) -> Iterator[Piece]:
-    """The parts of a box of a tensor, by the chunks that have them."""
+    """The parts of a box of a tensor, one for each chunk that has a part of the box."""
     lows = np.maximum(entry.offsets, offsets)
     sizes = np.minimum(entry.offsets + entry.sizes, np.add(offsets, box.shape)) - lows
     for number in np.flatnonzero(np.all(sizes > 0, axis=1)):
@@ -173,12 +173,12 @@ def _pieces(entry: IndexedTensor, box: Tensor, offsets: Sequence[int]) -> Iterat
 
 
 def read_pieces(contents: Contents, pieces: Iterable[Piece]) -> None:
-    """Fill the targets of pieces; a block is read once, also if it has parts of several tensors.
+    """Fill the targets of pieces; a 1 MiB block is read only once, also if it has parts of several tensors.
 
     Raises:
-        DamagedCheckpoint: a file is missing, or a block differs from the saved one.
+        DamagedCheckpoint: a file is missing, or a block differs from the saved block.
     """
-    # In the order of files and bytes, so that one file is open at a time.
+    # Read in the order of files and bytes, so that only one file is open at a time.
     ordered = sorted(pieces, key=lambda piece: piece[:4])
     if contents.chunk is not None:
         for piece in ordered:
@@ -202,12 +202,12 @@ def read_pieces(contents: Contents, pieces: Iterable[Piece]) -> None:
 def _read_piece(file: BlockReader, piece: Piece) -> None:
     shape, offsets, lengths, target = piece.shape, piece.offsets, list(piece.target.shape), piece.target
     spans = needed_spans(shape, offsets, lengths, piece.size // math.prod(shape), BLOCK)
-    # If the bytes in the file are exactly those of the target, read into it without a buffer.
+    # If the bytes in the file are exactly those of the target, read into the target without a buffer.
     is_plain = type(target) is Tensor and target.device.type == "cpu" and target.is_contiguous()
     if is_plain and target.dtype == piece.dtype and [end - first for first, end in spans] == [target.nbytes]:
         file.read_into(piece.start + spans[0][0], bytes_of(target))
         return
-    # Of the chunk's rows only those of the piece are allocated, and of them only the needed bytes are read.
+    # Allocate only those rows of the chunk in which the piece lies, and read only the bytes that the piece needs.
     buffer = torch.empty([*lengths[:1], *shape[1:]], dtype=piece.dtype)
     skipped = offsets[0] * (piece.size // shape[0]) if shape else 0
     content = bytes_of(buffer)
@@ -233,7 +233,7 @@ def load(contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer,
     settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     current = generator_states(world)
     whole = whole_state(model, optimizer)
-    # A checkpoint of fewer ranks or of another device lacks some states; those generators keep the state of the seed.
+    # A checkpoint of fewer ranks or another device lacks states of some generators: these keep the state from the seed.
     saved = contents.saved.generators.get(world.rank, {})
     states = {name: saved[name] for name in current if saved.get(name)}
     state = saved_part(whole)
@@ -258,7 +258,7 @@ def load(contents: Contents, model: nn.Module, optimizer: torch.optim.Optimizer,
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The entries of model and optimizer by their names in a checkpoint, and the settings of the optimizer."""
-    # Every key has a parameter's name: each pipeline stage saves and loads only its own parameters.
+    # Flatten, so that every key has a parameter's name: a pipeline stage saves and loads only its own parameters.
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     of_model, of_optimizer = get_state_dict(model, optimizer, options=flat)
     state = {f"{_MODEL}{name}": value for name, value in of_model.items()}
@@ -270,7 +270,7 @@ def saved_part(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def only_model(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """The parameters of a state in a dtype; None: as they are."""
+    """The model's parameters in a state, cast to a dtype; None: not cast."""
     return {
         name: value.to(dtype) if dtype and value.is_floating_point() else value
         for name, value in state.items()
@@ -283,11 +283,11 @@ def _below(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def generator_states(world: World) -> dict[str, bytes]:
-    """The states of this rank's generators, as position.json has them."""
+    """The states of this rank's random generators, in the form in which position.json has them."""
     kind, words, *rest = np.random.get_state()  # noqa: NPY002 - third-party code uses this generator
     states = {
         "cpu": torch.get_rng_state().numpy().tobytes(),
-        # JSON keeps these numbers exactly.
+        # JSON keeps these whole numbers exactly.
         "python": json.dumps(random.getstate()).encode(),
         "numpy": json.dumps([kind, np.asarray(words).tolist(), *rest]).encode(),
     }
@@ -297,7 +297,7 @@ def generator_states(world: World) -> dict[str, bytes]:
 
 
 def set_generators(states: Mapping[str, bytes], world: World) -> None:
-    """Set the generators to states of `generator_states`; a generator without one stays as it is."""
+    """Set the random generators to states from `generator_states`; a generator without a state stays as it is."""
     if "cpu" in states:
         torch.set_rng_state(torch.frombuffer(bytearray(states["cpu"]), dtype=torch.uint8))
     if "python" in states:
@@ -305,7 +305,7 @@ def set_generators(states: Mapping[str, bytes], world: World) -> None:
         random.setstate((version, tuple(words), gauss))
     if "numpy" in states:
         kind, words, position, has_gauss, gauss = json.loads(states["numpy"])
-        # numpy does not check the position: it could read memory beyond the words.
+        # Check the position here: numpy does not, and would read memory beyond the words.
         if len(words) != _WORDS or not 0 <= position <= _WORDS:
             raise ValueError("no state of numpy's generator")
         np.random.set_state((kind, np.array(words, np.uint32), position, has_gauss, gauss))  # noqa: NPY002
@@ -315,7 +315,7 @@ def set_generators(states: Mapping[str, bytes], world: World) -> None:
 
 
 def restore_generators(states: Mapping[str, bytes], world: World, contents: Contents) -> None:
-    """Raises DamagedCheckpoint: a state is not one of its generator."""
+    """Set the random generators. DamagedCheckpoint: a saved state is not a state of its generator."""
     try:
         set_generators(states, world)
     except (ValueError, TypeError, IndexError, KeyError, OverflowError, RuntimeError) as error:

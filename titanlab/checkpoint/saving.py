@@ -1,4 +1,4 @@
-"""A run's checkpoints: one folder per step, complete or absent.
+"""Saves a run's checkpoints: one folder for each step, which is complete or absent.
 
 All ranks write a checkpoint into `step-N.part`. When all files are on the disk, rank 0 renames it to `step-N`, so a
 folder without the suffix is complete. A remote store has no rename: there all ranks write to `step-N`, which is
@@ -6,11 +6,11 @@ complete when it has its index, the last file that is written.
 
     step-00000100/
         rank-00000.safetensors   the tensors of model and optimizer that this rank has written
-        index.json               where each part of a tensor is; a checksum of each block of every file
+        index.json               where each part of a tensor is; a checksum for each 1 MiB of every file
         position.json            everything else: step, tokens, position in the data, generators, loss scale, tracker id
 
-Nothing is a pickle: the states of the random generators are bytes in position.json. DCP's planners keep several objects
-for each part of a tensor. That matters: 405B parameters over 512 ranks without a pipeline have 1.4 million parts.
+Nothing is a pickle: the states of the random generators are bytes in position.json. DCP is not used, because its
+planners keep several objects for each part of a tensor: 405B parameters over 512 ranks can have 1.4 million parts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from titanlab.dtensor import local_part, own_box
 from titanlab.records import first_line
 from titanlab.system import disk_fault
 
-# By the dtype's name in torch. Bytes of other dtypes are saved as U8; the index has their dtype.
+# Name of a dtype in torch → in safetensors. Tensors of other dtypes are saved as U8; the index has their true dtype.
 _SAFETENSORS: Mapping[str, str] = {
     "float64": "F64",
     "float32": "F32",
@@ -81,14 +81,14 @@ _ALIGNMENT = 8
 
 
 class Part(NamedTuple):
-    """A part of a tensor, or an entry that is not a tensor, which is saved as JSON.
+    """A part of a tensor; or an entry that is not a tensor, which is saved as JSON.
 
     Attributes:
-        name: of the entry.
-        dtype: name in torch; empty: not a tensor.
-        shape: of the full tensor.
-        offsets, sizes: of the part.
-        start: its first byte in a rank's file.
+        name: name of the entry.
+        dtype: name of the dtype in torch; empty: the entry is not a tensor.
+        shape: shape of the full tensor.
+        offsets, sizes: where the part begins in the tensor, and its shape.
+        start: the part's first byte in a rank's file.
     """
 
     name: str
@@ -124,7 +124,7 @@ def parts_of(state: Mapping[str, Any]) -> list[Part]:
 
 
 def shared_out(plans: Sequence[Sequence[Part]]) -> list[list[Part]]:
-    """The parts that each rank writes; a part that several ranks have goes to the one with the fewest bytes so far."""
+    """The parts that each rank writes. Of the ranks that have a part, that with the fewest bytes so far writes it."""
     ranks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, parts in enumerate(plans):
         for part in parts:
@@ -136,7 +136,7 @@ def shared_out(plans: Sequence[Sequence[Part]]) -> list[list[Part]]:
             key = part.name, part.offsets
             if key not in owners:
                 owner = owners[key] = min(ranks[key], key=written.__getitem__)
-                # An entry that is not a tensor counts too.
+                # Count an entry that is not a tensor as one byte, so that such entries are shared out too.
                 written[owner] += part.size if part.dtype else 1
     return [[part for part in parts if owners[part.name, part.offsets] == rank] for rank, parts in enumerate(plans)]
 
@@ -146,10 +146,10 @@ class CheckpointShard:
     """The layout of a rank's file.
 
     Attributes:
-        header: of safetensors, with its length before it.
-        parts: of tensors, in the order of the file.
+        header: the header of safetensors, after its length.
+        parts: parts of tensors, in the order of the file.
         objects: names of the entries that this rank writes as JSON.
-        size: in bytes.
+        size: size of the file in bytes.
     """
 
     name: str
@@ -160,14 +160,14 @@ class CheckpointShard:
 
 
 def shard_of(parts: Sequence[Part], rank: int) -> CheckpointShard:
-    """The layout of the file of a rank that writes these parts; every rank computes the same."""
+    """The layout of the file of a rank that writes these parts; every rank computes the same layout."""
     tensors = [part for part in parts if part.dtype]
-    # Wide elements first, so that every element is aligned.
+    # Put wide elements first, so that every element is aligned.
     tensors.sort(key=lambda part: (-ITEM_BYTES[part.dtype], part.dtype))
     entries, end = {}, 0
     for number, part in enumerate(tensors):
         known, size = _SAFETENSORS.get(part.dtype), part.size
-        # Always with brackets, so that no two parts have the same name.
+        # Always write brackets, so that no two parts have the same name.
         entries[f"{part.name}[{','.join(map(str, part.offsets))}]"] = {
             "dtype": known or "U8",
             "shape": list(part.sizes) if known else [size],
@@ -208,9 +208,9 @@ def entries_of(shards: Sequence[CheckpointShard]) -> dict[str, IndexEntry]:
 
 
 class Plans:
-    """Starts the saves of one run, and plans them.
+    """Starts the saves of one run, and plans who writes what.
 
-    A plan is valid while names, shapes, formats and cuts of the state stay the same on every rank, so it is made once:
+    A plan is made once, and used while the names, shapes, formats and cuts of the state stay the same on every rank:
     for 405B parameters on 512 ranks planning takes a rank 3 s, and rank 0 21 s (benchmarks/save_planning.py).
     """
 
@@ -225,7 +225,7 @@ class Plans:
         """Agree with all ranks on the folder, and on who writes what.
 
         Args:
-            state: takes this rank's state, by the names of the entries.
+            state: returns this rank's state, by the names of the entries.
             folder: makes the folder into which all ranks write; called on rank 0, which alone asks a store.
         """
         entries, failure = attempted(state)
@@ -257,7 +257,7 @@ def _outline(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _planned_together(state: Mapping[str, Any], world: World) -> tuple[CheckpointShard, dict[str, IndexEntry]]:
-    """The layout of this rank's file in a new plan of all ranks; on rank 0 also the index's entries."""
+    """Plan with all ranks. Returns the layout of this rank's file, and on rank 0 the index's entries."""
 
     def shared() -> tuple[list[list[Part]], dict[str, IndexEntry]]:
         raise_first([failure for _, failure in gathered])
@@ -281,22 +281,22 @@ def _planned_together(state: Mapping[str, Any], world: World) -> tuple[Checkpoin
 
 @contextlib.contextmanager
 def removed_after_errors(part: Place | None, world: World) -> Iterator[None]:
-    """Inside the block, ranks write into the folder; after an error the folder is removed."""
+    """A context in which all ranks write into a folder; if it ends with an error, the folder is removed."""
     try:
         yield
     except Exception as error:
         # All ranks raise, so no rank is still writing.
         if world.logs and part is not None:
-            # On a full disk the partial files would leave no space for the record of the run's outcome.
+            # Remove the partial files: on a full disk they would leave no space for the record of the run's outcome.
             remove(part)
         if part is not None and isinstance(error, OSError) and disk_fault(error) is not None:
-            # The error of a write has no file name.
+            # Name a file in the error, because the error of a write names none.
             error.filename = str(part.parent)
         raise
 
 
 class HostBuffer:
-    """Memory that is taken once and used again, because the kernel clears new pages while the training waits.
+    """Host memory that is allocated once and reused: the kernel must clear new pages, and training would wait for that.
 
     Attributes:
         page_locked: whether the memory is pinned, so that devices can copy into it asynchronously.
@@ -307,9 +307,9 @@ class HostBuffer:
         self._memory: Tensor | None = None
 
     def reserve(self, size: int) -> Tensor:
-        """A buffer of `size` bytes; it overwrites the buffer that was taken before."""
+        """A buffer of `size` bytes, in the same memory as the buffer of an earlier call."""
         if self._memory is None or len(self._memory) < size:
-            # Free the smaller buffer before taking a larger one.
+            # Free the smaller memory before the larger one is allocated.
             self._memory = None
             self._memory = self._taken(size)
         return self._memory[:size]
@@ -319,10 +319,10 @@ class HostBuffer:
             try:
                 return torch.empty(size, dtype=torch.uint8, pin_memory=True)
             except RuntimeError as error:
-                # OSError instead of the device's error: a failed save does not end the run.
+                # Raise OSError instead of the device's error, so that a failed save does not end the run.
                 raise OSError(errno.ENOMEM, f"the host pins no {size} bytes: {first_line(error)}") from error
         memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Forked processes need no copy of the buffer. Other systems lack this advice; a kernel may refuse it.
+        # Forked processes need no copy of the memory. Only Linux has this advice, and a kernel may refuse it.
         with contextlib.suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_DONTFORK)
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -340,10 +340,10 @@ class StartedSave:
     """A save that all ranks have agreed on.
 
     Attributes:
-        folder: into which all ranks write.
-        state: as the model and the optimizer have it.
+        folder: the folder into which all ranks write.
+        state: this rank's entries, which share memory with the model and the optimizer.
         shard: the layout of this rank's file.
-        tensors: on rank 0, the index's entries of all ranks.
+        tensors: on rank 0, the index's entries for the tensors of all ranks.
         saved: the content of position.json, with the parameters and generators of this rank only.
     """
 
@@ -354,11 +354,11 @@ class StartedSave:
     saved: SavedPosition
 
     def stage(self, into: HostBuffer | None = None) -> Staged:
-        """Take this rank's data.
+        """Take the data that this rank writes.
 
         Args:
-            into: copy the file to this buffer, so that training may change the tensors while they are written. None:
-                they must not change before they are written, and only tensors of a device are copied, one by one.
+            into: copy the file's content to this buffer, so that training may change the tensors during the write.
+                None: copy nothing; the tensors must not change before they are written.
 
         Raises:
             TypeError: an entry is neither a tensor nor a value of JSON.
@@ -380,7 +380,7 @@ class StartedSave:
         header = torch.frombuffer(bytearray(shard.header), dtype=torch.uint8)
         if into is None:
             return Staged([header, *tensors], objects)
-        # The header too, so that the file is one range of memory.
+        # Copy the header too, so that the file's content is one range of memory.
         buffer = into.reserve(shard.size)
         buffer[: len(header)] = header
         for part, tensor in zip(shard.parts, tensors, strict=True):
@@ -394,7 +394,7 @@ class StartedSave:
         Does not use the model, so another thread may call this, with a world of its own.
 
         Args:
-            staged: returns this rank's part, or raises the error with which it could not be staged.
+            staged: returns the data that this rank writes, or raises the error of staging it.
 
         Raises:
             OSError: the disk is full; or the store lacks bytes, does not answer, or refuses.
@@ -421,7 +421,7 @@ class StartedSave:
 
         with removed_after_errors(self.folder, world):
             own, failure = attempted(written)
-            # Only to rank 0: the checksums of a large checkpoint take tens of megabytes.
+            # Send the checksums only to rank 0: those of a large checkpoint take tens of megabytes.
             everyone = world.collect((own, failure, self.saved))
             raise_first([world.share(attempted(published)[1] if world.logs else None)], own=failure)
 
@@ -447,8 +447,8 @@ def publish(
     """Write position.json and then the index, which makes the checkpoint whole, and wait until they are durable.
 
     Args:
-        files: of all ranks, in their order.
-        position: without `files`.
+        files: the files of all ranks, by rank.
+        position: the content of position.json, without `files`.
     """
     sizes = {file.name: file.size for file in files}
     last = position_bytes(structs.replace(position, files=sizes))
@@ -467,13 +467,13 @@ def begin(target: Target, position: Position, plans: Plans, only: OnlyModel | No
         return whole if only is None else only_model(whole, None if only.dtype is None else dtype_named(only.dtype))
 
     def folder() -> Place:
-        # Remains of earlier saves go first.
+        # Remove what earlier saves left behind before the new folder is made.
         remove_unfinished(target.folder)
         return folder_at(target.folder).begin(step_folder(target.folder, position.step).name)
 
     saved = SavedPosition(
         **structs.asdict(position),
-        # Each pipeline stage has only its own parameters.
+        # A pipeline stage has only its own parameters; `StartedSave.complete` joins those of all ranks.
         parameters={name: list(parameter.shape) for name, parameter in target.model.named_parameters()},
         generators={target.world.rank: generator_states(target.world)},
         recipe=target.recipe,
@@ -488,7 +488,7 @@ def complete(started: StartedSave, staged: Callable[[], Staged], target: Target)
     def finish() -> None:
         final = step_folder(target.folder, started.saved.step)
         if started.folder != final:
-            # The folder exists if an earlier attempt saved this step and the run then resumed from an earlier step.
+            # This folder exists if an earlier attempt saved this step, and the run then resumed from an earlier step.
             failure = remove(final)
             if failure is not None:
                 raise failure
@@ -500,7 +500,7 @@ def complete(started: StartedSave, staged: Callable[[], Staged], target: Target)
 
 
 def remove_old(folder: Place, keep: int, keep_every: int, warn: Callable[[str], None]) -> None:
-    """Remove all but the newest `keep` checkpoints (0: keep all), and those whose step `keep_every` divides."""
+    """Remove old checkpoints; keep the newest `keep` (0: all), and those whose step is a multiple of `keep_every`."""
     for old in checkpoints(folder)[:-keep] if keep else []:
         if keep_every and step_of(old) % keep_every == 0:
             continue
@@ -510,7 +510,7 @@ def remove_old(folder: Place, keep: int, keep_every: int, warn: Callable[[str], 
 
 
 class SyncSaver(Saver):
-    """`save` returns when the checkpoint is on the disk."""
+    """The saver whose `save` returns when the checkpoint is durable."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -526,7 +526,7 @@ class SyncSaver(Saver):
 
 
 class AsyncSaver(SyncSaver):
-    """`save` returns when the states are copied; `save_last` copies nothing, because no step follows.
+    """The saver whose `save` returns when the state is copied; `save_last` copies nothing, because no step follows.
 
     The threads of all ranks communicate in a separate group. Only `wait` waits for a thread: if the training ends with
     an error on one rank, threads of the others may wait for that rank until their processes end.
@@ -534,7 +534,7 @@ class AsyncSaver(SyncSaver):
 
     def __init__(self, target: Target, buffer: HostBuffer | None = None) -> None:
         super().__init__(target)
-        # Warnings of the thread, for the main thread, which owns the console.
+        # The thread leaves its warnings here for the main thread, because only that may use the console.
         self._warnings: list[str] = []
         self._beside = replace(target, world=target.world.beside(), warn=self._warnings.append)
         self._buffer = buffer or HostBuffer()
@@ -573,7 +573,7 @@ class AsyncSaver(SyncSaver):
             raise error
 
     def _staged(self, started: StartedSave) -> Callable[[], Staged]:
-        """Copy; return a function for the thread that returns the copy, or raises the error."""
+        """Copy the state. Returns a function for the thread, which returns the copy or raises the error of copying."""
         staged, error = attempted(lambda: started.stage(self._buffer))
 
         def result() -> Staged:
@@ -586,7 +586,7 @@ class AsyncSaver(SyncSaver):
 
 
 class PinnedSaver(AsyncSaver):
-    """`save` returns when the copies are queued; the next update of the model waits for them on the device."""
+    """The saver whose `save` returns when copies are queued; on the device the next update waits for these copies."""
 
     def __init__(self, target: Target) -> None:
         super().__init__(target, HostBuffer(page_locked=True))
@@ -595,7 +595,7 @@ class PinnedSaver(AsyncSaver):
         self._copied: torch.cuda.Event | None = None
 
     def before_update(self) -> None:
-        # The device waits for the copies; the host does not.
+        # Let the device wait for the copies; the host does not wait.
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None

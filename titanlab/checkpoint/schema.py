@@ -10,7 +10,7 @@ from titanlab.costs import Setting
 from titanlab.errors import ConfigError
 from titanlab.options import option
 
-# The way of saving does not change a run's numbers.
+# The way of saving is not part of a run's identity, because it does not change the run's numbers.
 _NO_IDENTITY = {"identity": False}
 
 

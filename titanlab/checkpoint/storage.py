@@ -1,11 +1,11 @@
-"""The folders and files of checkpoints, on a disk or in a store of fsspec. Free of torch.
+"""Reads and writes the folders and files of checkpoints, on a disk or in a remote store of fsspec. Free of torch.
 
-A disk makes a checkpoint complete by a rename, and durable by fsync; fsspec's local layer has no fsync, follows links,
-and makes another copy, so files of a disk are opened directly. A store has no rename, no append, and no folders: a
-folder is the common beginning of names. An object exists completely or not at all, so a checkpoint in a store is
-complete when it has its index, which is written last and removed first.
+On a disk a rename makes a checkpoint complete, and fsync makes it durable. fsspec's local layer has no fsync, follows
+links, and makes another copy, so files of a disk are opened without fsspec. A store has no rename, no append, and no
+folders: a folder is the common beginning of names. An object exists completely or not at all. So a checkpoint in a
+store is complete when it has its index, which is written last and removed first.
 
-Files of tensors are written in sequence, with a checksum for each block of 1 MiB, and verified block by block.
+Files of tensors are written in sequence, with a checksum for each block of 1 MiB; a reader verifies each block.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ PART = ".part"
 BLOCK = 1 << 20
 """Bytes of a block; the last block of a file may be shorter."""
 
-# Small enough to stay in the processor's cache between copying, hashing and writing.
+# Size of the writer's buffer: small enough to stay in the processor's cache while it is filled, hashed and written.
 _BUFFER = 4 * BLOCK
-# The most bytes of one read of a file.
+# The most bytes that one call reads from a file.
 _MOST_READ = 8 * BLOCK
-# Size of one request to a store: large enough that its latency counts little. Several requests run at once.
+# Bytes of one request to a store: enough that the latency counts little. Several requests run at the same time.
 _PIECE = 8 << 20
 _MOST_REQUESTED = 8 * _PIECE
 _PART_BYTES = 64 << 20
-# S3 takes 10,000 parts of one object.
+# The most parts in which an object is uploaded to a store: S3 takes 10,000.
 _MOST_PARTS = 9_000
-# Seconds between attempts at a request. Some packages of stores retry by themselves, but not all.
+# Seconds between attempts at a request; only some of the packages for stores retry by themselves.
 _WAITS = (0.3, 1.5)
 # Errors that a retry would not change.
 _CERTAIN = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError)
@@ -65,7 +65,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 
 class DamagedFile(ValueError):
-    """A file of a checkpoint is not what was saved; the message names the file and says why, without a subject."""
+    """A file of a checkpoint is not as it was saved; the message names the file and the fault ("its file x is …")."""
 
 
 class DamagedCheckpoint(ConfigError):
@@ -76,7 +76,7 @@ class DamagedCheckpoint(ConfigError):
 
 
 def one_line(text: object) -> str:
-    """Text from a file that may be from a stranger, in one line of bounded length."""
+    """Make one line of bounded length from the text of a file, which may come from a stranger."""
     line = " ".join(str(text).split())
     return line if len(line) <= _MOST_TEXT else f"{line[:_MOST_TEXT]}…"
 
@@ -85,7 +85,7 @@ def parsed(content: bytes, kind: type[T], name: str) -> T:
     """The content of a JSON file of a checkpoint.
 
     Raises:
-        DamagedFile: it is not JSON, or a value has the wrong type.
+        DamagedFile: the content is not JSON, or a value has the wrong type.
     """
     try:
         return msgspec.json.decode(content, type=kind)
@@ -99,13 +99,13 @@ def parsed(content: bytes, kind: type[T], name: str) -> T:
 
 
 class DiskFolder:
-    """A checkpoint's folder on this host, or the folder of a run's checkpoints; it need not exist."""
+    """A folder on this host: that of one checkpoint, or that of a run's checkpoints; it need not exist."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def steps(self) -> dict[str, bool]:
-        """Names `step-…` of the folders in it, and whether each counts: an unfinished save in a store does not.
+        """Names `step-…` of the folders in it, and whether each counts: an unfinished save in a store does not count.
 
         On a disk a checkpoint with missing files counts, so that it is found damaged instead of being skipped silently.
         """
@@ -121,7 +121,7 @@ class DiskFolder:
     def begin(self, name: str) -> Place:
         """The folder into which all ranks write the checkpoint `name`; made if necessary."""
         part = self._path / f"{name}{PART}"
-        # Do not create the run's folder: if it was moved or removed, a new one would lack its records.
+        # Do not create the run's folder (no `parents=True`): if it was moved, a new one would lack the run's records.
         with contextlib.suppress(FileExistsError):
             self._path.mkdir()
         if not self._path.is_dir():
@@ -134,11 +134,11 @@ class DiskFolder:
         return os.path.lexists(self._path / INDEX) or any(self._path.glob("rank-*.safetensors"))
 
     def is_taken(self) -> bool:
-        """Whether the name is taken, so that no checkpoint can get it."""
+        """Whether something has this name already, so that no checkpoint can be renamed to it."""
         return os.path.lexists(self._path)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """Bytes of the files of these names; files that are missing are left out."""
+        """Size in bytes of each file with one of these names; missing files are left out."""
         found = {}
         for name in names:
             with contextlib.suppress(OSError):
@@ -146,15 +146,15 @@ class DiskFolder:
         return found
 
     def describe(self) -> tuple[int, float]:
-        """Bytes of all files, and when the checkpoint was complete, in seconds since the epoch."""
+        """Size of all files in bytes, and when the checkpoint was complete, in seconds since the epoch."""
         return sum(file.lstat().st_size for file in self._path.iterdir()), self._path.stat().st_mtime
 
     def read(self, name: str, most_bytes: int) -> bytes:
         """The content of a file.
 
         Raises:
-            DamagedFile: it is missing, is not a regular file, or has more bytes.
-            OSError: it cannot be read, but may be undamaged.
+            DamagedFile: the file is missing, is not a regular file, or has more bytes.
+            OSError: the file cannot be read, but may be undamaged.
         """
         with open_regular(self._path / name) as file:
             return _bounded(name, read_at_most(file, most_bytes + 1), most_bytes)
@@ -170,11 +170,11 @@ class DiskFolder:
         sync_folder(self._path.parent)
 
     def rename(self, to: Place) -> None:
-        """Give a checkpoint another name. If the process dies meanwhile, one of the names is a whole checkpoint."""
+        """Give a checkpoint another name. If the process dies meanwhile, one of the two names is a whole checkpoint."""
         self._path.rename(str(to))
 
     def remove(self) -> None:
-        """Remove a checkpoint if it exists; for a symbolic link only the link, never its target.
+        """Remove a checkpoint if it exists; if it is a symbolic link, remove the link, never the target.
 
         If the process dies meanwhile, the remains do not count as a checkpoint.
         """
@@ -184,7 +184,7 @@ class DiskFolder:
         elif path.name.endswith(PART):
             shutil.rmtree(path)
         else:
-            # Rename first: a reader must never find a part of the checkpoint.
+            # Rename before removing: a reader must never find a part of the checkpoint.
             gone = path.with_name(f"{path.name}.gone{PART}")
             if gone.exists():
                 shutil.rmtree(gone)
@@ -192,7 +192,7 @@ class DiskFolder:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
+    """Wait until the names of the files in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -201,16 +201,16 @@ def sync_folder(folder: Path) -> None:
 
 
 class StoreFolder:
-    """A folder of a remote store, as `DiskFolder`; StoreFault: the store does not answer, or refuses."""
+    """A folder of a store, with the methods of `DiskFolder`. StoreFault: the store does not answer, or refuses."""
 
     def __init__(self, path: StorePath) -> None:
         self._path = path
 
     def objects(self) -> dict[str, dict[str, Any]]:
-        """The information of fsspec on each object, by name relative to this folder; empty if there are no objects."""
+        """What fsspec knows of each object, by the object's name in this folder; empty if there are no objects."""
 
         def listed(store: Any, root: str) -> dict[str, dict[str, Any]]:
-            # Other processes write there too: do not use fsspec's cache.
+            # Do not use fsspec's cache, because other processes write to the store too.
             store.invalidate_cache()
             try:
                 entries: dict[str, dict[str, Any]] = store.find(root, detail=True)
@@ -247,7 +247,7 @@ class StoreFolder:
     is_taken = is_checkpoint
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        # One list, because every rank checks every file.
+        # List the folder once instead of asking for each file: every rank checks every file.
         objects = self.objects()
         return {name: int(objects[name].get("size") or 0) for name in names if name in objects}
 
@@ -255,7 +255,7 @@ class StoreFolder:
         size, written = 0, 0.0
         for about in self.objects().values():
             size += int(about.get("size") or 0)
-            # Packages of stores have different names for the time of writing.
+            # Each store's package has its own name for the time of writing.
             for key in ("LastModified", "last_modified", "updated", "mtime", "created"):
                 time_of = about.get(key)
                 seconds = time_of.timestamp() if isinstance(time_of, datetime) else time_of
@@ -271,7 +271,7 @@ class StoreFolder:
         return _bounded(name, bytes(content), most_bytes)
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small object, and read it back; StoreFault: the store has kept other bytes."""
+        """Write a small object, and read it back. StoreFault: the store has kept bytes other than these."""
 
         def written(store: Any, name: str) -> None:
             store.pipe_file(name, content)
@@ -282,7 +282,7 @@ class StoreFolder:
         tried(self._path / name, written)
 
     def check_arrived(self, sizes: Mapping[str, int]) -> None:
-        """Check that the store has all bytes that other hosts have written; on a disk fsync ensures this."""
+        """Check that the store has all bytes of files that other hosts have written; on a disk fsync ensures this."""
         stored = self.sizes(sizes)
         for name, size in sizes.items():
             if stored.get(name, 0) != size:
@@ -356,7 +356,7 @@ def _again(action: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _store_errors(path: Place) -> Iterator[None]:
-    """Raise every error of a store as StoreFault; errors of a disk stay as they are."""
+    """A context in which every error of a store is raised as StoreFault; errors of a disk stay as they are."""
     try:
         yield
     # Packages of stores raise their own errors, such as those of botocore, aiohttp and google-auth.
@@ -368,7 +368,7 @@ def _store_errors(path: Place) -> Iterator[None]:
 
 
 def _found(path: StorePath, action: Callable[[Any, str], T]) -> T:
-    """As `tried`; DamagedFile: there is no such object."""
+    """As `tried`, but raises DamagedFile if there is no such object."""
     try:
         return tried(path, action)
     except StoreFault as fault:
@@ -383,7 +383,7 @@ def _line(error: BaseException) -> str:
 
 
 def _size_of(path: StorePath) -> int:
-    """Bytes of an object; raises as `_found`."""
+    """Size of an object in bytes; raises the errors of `_found`."""
 
     def asked(store: Any, name: str) -> int:
         store.invalidate_cache()
@@ -396,14 +396,14 @@ def _size_of(path: StorePath) -> int:
 
 
 def _read_range(path: StorePath, target: memoryview, at: int) -> None:
-    """Fill bytes with the range of an object that begins at `at`, in parallel requests; raises as `_found`."""
+    """Fill `target` with the bytes of an object from `at` on, in parallel requests; raises the errors of `_found`."""
     starts = range(at, at + len(target), _PIECE)
     ends = [min(start + _PIECE, at + len(target)) for start in starts]
 
     def read(store: Any, name: str) -> None:
         pieces = store.cat_ranges([name] * len(ends), list(starts), ends, on_error="raise")
         for start, end, piece in zip(starts, ends, pieces, strict=True):
-            # Async stores return their errors whatever `on_error` says, before fsspec's pull request 2045 of June 2026.
+            # Before fsspec's pull request 2045 (June 2026), async stores return errors here, whatever `on_error` says.
             if isinstance(piece, Exception):
                 raise piece
             if len(piece) != end - start:
@@ -434,7 +434,7 @@ def open_regular(path: Path) -> Any:
         try:
             descriptor = os.open(path, flags)
         except FileNotFoundError:
-            # An NFS client may have cached that a new file does not exist; listing the folder refreshes the cache.
+            # Try again: an NFS client may remember that a new file does not exist; listing the folder refreshes that.
             os.listdir(path.parent)
             descriptor = os.open(path, flags)
     except (FileNotFoundError, NotADirectoryError):
@@ -450,7 +450,7 @@ def open_regular(path: Path) -> Any:
 
 
 def checksum(content: bytes | bytearray | memoryview) -> int:
-    """XXH3 with 64 bits: 7.7 GB/s on one core, against 2.4 GB/s of zlib.crc32 and twice as many bits."""
+    """XXH3 with 64 bits: 7.7 GB/s on one core; zlib.crc32 has 32 bits and 2.4 GB/s."""
     return xxhash.xxh3_64_intdigest(content)
 
 
@@ -461,14 +461,14 @@ def blocks_of(size: int) -> int:
 class BlockWriter:
     """Writes a new file in sequence.
 
-    An object of a store exists only after `finish`, and then completely; an unfinished file of a disk stays.
+    In a store an object exists only after `finish`, and then completely; on a disk an unfinished file stays.
 
     Args:
-        size: of the file, as far as it is known: a store needs it for large objects.
+        size: size of the file, or 0 if unknown; for a large object a store needs the size.
 
     Attributes:
-        size: bytes written so far.
-        checksums: eight bytes, little-endian, for each complete block; for each block after `finish`.
+        size: number of bytes written so far.
+        checksums: eight bytes, little-endian, for each complete block; after `finish` also for the last block.
     """
 
     def __init__(self, path: Place, size: int = 0) -> None:
@@ -479,7 +479,7 @@ class BlockWriter:
                 store, name = filesystem(path)
                 self._file = store.open(name, "wb", block_size=max(_PART_BYTES, -(-size // _MOST_PARTS)))
             else:
-                # Another host may have made the folder, unseen by this one; or each rank may have its own disk.
+                # Another host may have made the folder, and this one does not see it yet or has a disk of its own.
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = path.open("xb")
         self._buffer = memoryview(bytearray(_BUFFER))
@@ -492,7 +492,7 @@ class BlockWriter:
         rest = memoryview(content)
         while len(rest):
             if not self._filled and len(rest) >= _BUFFER:
-                # Write without a copy: copying would hold Python's lock, which everything else here releases.
+                # Write without a copy: a copy would hold Python's GIL, which hashing and writing release.
                 self._put(rest[:_BUFFER])
                 rest = rest[_BUFFER:]
                 continue
@@ -523,15 +523,15 @@ class BlockWriter:
         if isinstance(self._path, Path):
             self._file.close()
         elif not (self._is_finished or getattr(self._file, "closed", False)):
-            # Keep the original error, not one of the clean-up. Not every store can discard.
+            # Ignore errors here, to keep the original error; some stores cannot discard.
             with contextlib.suppress(Exception):
                 self._file.discard()
-            # Otherwise a buffered file of fsspec would complete the upload when it is garbage-collected.
+            # Mark the file as closed: otherwise fsspec would complete the upload when the file is garbage-collected.
             with contextlib.suppress(AttributeError):
                 self._file.closed = True
 
     def _put(self, content: memoryview) -> None:
-        """Write whole blocks, or the end of the file."""
+        """Write whole blocks of 1 MiB, or the end of the file, and add their checksums."""
         self.size += len(content)
         for start in range(0, len(content), BLOCK):
             self.checksums += checksum(content[start : start + BLOCK]).to_bytes(8, "little")
@@ -540,12 +540,12 @@ class BlockWriter:
 
 
 class BlockReader:
-    """Reads ranges of a file, and verifies each block that holds a part of them.
+    """Reads ranges of a file, and verifies each block of 1 MiB that has a part of them.
 
-    A block is read once if the ranges are read in the order of the file and do not overlap.
+    A block is read only once if the ranges are read in the order of the file and do not overlap.
 
     Args:
-        size, checksums: the attributes of the `BlockWriter`.
+        size, checksums: the attributes that the file's `BlockWriter` had after `finish`.
 
     Raises:
         DamagedFile: the file is missing, is not a regular file, or has another size.
@@ -553,7 +553,7 @@ class BlockReader:
 
     def __init__(self, path: Place, size: int, checksums: bytes | bytearray) -> None:
         self._path, self._name, self._size, self._checksums = path, path.name, size, checksums
-        # In a store nothing is open.
+        # None for an object of a store: nothing is open there.
         self._file: Any = None
         if isinstance(path, StorePath):
             self._most = _MOST_REQUESTED
@@ -575,7 +575,7 @@ class BlockReader:
             self._file.close()
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fill bytes with the range of the file that begins at `start`.
+        """Fill `target` with the bytes of the file from `start` on.
 
         Raises:
             DamagedFile: a block differs from the one that was written.
@@ -584,7 +584,7 @@ class BlockReader:
         while at < stop:
             number, inside = divmod(at, BLOCK)
             if inside == 0 and stop - at >= BLOCK and number != self._edge_number:
-                # Whole blocks need no copy.
+                # Read whole blocks directly into the target, without a copy.
                 count = min((stop - at) // BLOCK, self._most // BLOCK)
                 self._read(number, target[at - start : at - start + count * BLOCK])
                 at += count * BLOCK
@@ -598,7 +598,7 @@ class BlockReader:
             at += taken
 
     def verify(self) -> None:
-        """Read and verify all blocks; raises as `read_into`."""
+        """Read and verify all blocks; raises the errors of `read_into`."""
         buffer = memoryview(bytearray(min(self._most, self._size)))
         for start in range(0, self._size, self._most):
             self._read(start // BLOCK, buffer[: min(self._most, self._size - start)])

@@ -1,4 +1,4 @@
-"""Data: text or tokens in, batches of token ids out, in an order that no layout changes. Never imports torch."""
+"""Turns text or tokens into batches of token ids, in an order that no layout changes. Never imports torch."""
 
 import lazy_loader
 

@@ -59,8 +59,8 @@ def build(
     While one process makes the folder, the others wait.
 
     Args:
-        is_whole: whether an existing folder can be used; if not, for example after a power cut, the folder is made
-            again.
+        is_whole: tells whether an existing folder can be used. If it cannot, for example after a power cut, the folder
+            is made again.
 
     Raises:
         ConfigError: the disk is full or the folder cannot be written.
@@ -77,21 +77,21 @@ def build(
                 shutil.rmtree(folder)
             prefix = f".{folder.name}.making-"
             if alone:
-                # A killed process leaves its temporary folder behind.
+                # Remove the temporary folders that killed processes left behind.
                 for leftover in folder.parent.glob(prefix + "*"):
                     shutil.rmtree(leftover, ignore_errors=True)
             try:
                 with beside(folder, prefix) as temporary:
                     make(temporary)
             except OSError:
-                # Without locks another process may have made the folder first; the content is the same.
+                # Ignore the error if the folder exists: without locks another process may have made the same folder.
                 if not folder.is_dir():
                     raise
 
 
 @contextlib.contextmanager
 def beside(folder: Path, prefix: str) -> Iterator[Path]:
-    """A temporary folder, which becomes `folder` when the block ends without an error."""
+    """A temporary folder, which is renamed to `folder` if the `with` statement ends without an error."""
     temporary = folder.with_name(prefix + secrets.token_hex(6))
     temporary.mkdir()
     try:
@@ -103,7 +103,7 @@ def beside(folder: Path, prefix: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Report) -> Iterator[bool]:
-    """Hold a file lock, which the system releases when this process ends; yields False where locks do not work."""
+    """Hold a file lock, which the system releases if this process dies; yields whether the file system has locks."""
     with path.open("a+") as file:
         said = None
         try:
@@ -113,7 +113,7 @@ def _locked(path: Path, report: Report) -> Iterator[bool]:
                     break
                 except BlockingIOError:
                     pass
-                # No time limit: nobody knows how long the other process needs for the data.
+                # Wait without a time limit: nobody knows how long the other process needs for the data.
                 name, stopped = holder(file.fileno())
                 words = f"waiting for {name}, which {stopped or 'prepares the same data'}"
                 if words != said:
@@ -123,7 +123,7 @@ def _locked(path: Path, report: Report) -> Iterator[bool]:
             name_holder(file.fileno())
             alone = True
         except OSError as error:
-            # Some network file systems have no locks. The rename in `beside` is safe without one, only slower.
+            # Go on without a lock if the file system has none: the rename in `beside` is safe, only work is repeated.
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             alone = False
@@ -146,19 +146,19 @@ WHOLE_BYTES = 256 << 20
 """If all files together are larger than this, only samples of each file are hashed."""
 _BLOCK_BYTES = 64 << 10
 _BLOCKS = 16
-# A file that was changed so recently may change again within the resolution of its modification time.
+# A file that was changed less than this ago may change again without a new modification time: do not cache its hash.
 _SETTLED_SECONDS = 2.0
 
 
 def hash_of_values(*values: object) -> str:
-    """Hash plain values in their order; 32 hexadecimal digits."""
+    """A hash of plain values in their order: 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def hash_of_files(files: Sequence[Path]) -> str:
-    """Hash the contents of files in their order, without names and times; 32 hexadecimal digits.
+    """A hash of the contents of files in their order, without names and times: 32 hexadecimal digits.
 
-    The cache keeps the hash under the files' paths, sizes and times, so that the next call does not read them.
+    The cache keeps the hash under the files' paths, sizes and times, so that the next call need not read the files.
 
     Raises:
         OSError: a file cannot be read.
@@ -176,7 +176,7 @@ def _cached_hash(versions: tuple[tuple[str, int, int, int], ...]) -> str:
         if len(digits := entry.read_text()) == 32:
             return digits
     digits = _hash(versions)
-    # The cache entry only saves time, so an error while it is written is ignored.
+    # Ignore errors here, because the cache entry only saves time.
     with contextlib.suppress(OSError):
         entry.parent.mkdir(exist_ok=True)
         write_text(entry, digits)

@@ -1,6 +1,6 @@
-"""The contract of a kind of data: its config, its reader, the streams that it opens, and its documents. Torch-free.
+"""The contract of a kind of data: its config, its reader, the streams that the reader opens. Free of torch.
 
-A stream has a position that can be saved, and from which any number of ranks can resume.
+A stream has a position that can be saved, and any number of ranks can resume from this position.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DataConfig(Protocol):
 
     Attributes:
         kind: name of the option.
-        document_mask: attention stays within each document, and positions restart; the source then has `separators`.
+        document_mask: attention stays within each document, and positions restart there; the source has `separators`.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -44,13 +44,13 @@ class DataConfig(Protocol):
 
     @abstractmethod
     def implementation(self) -> DataSource:
-        """The reader of the data. Its file must not import torch, nor numpy at the top."""
+        """The reader of the data. Its module must not import torch, and must not import numpy at the top."""
 
     def check(self, setting: Setting) -> None:
-        """Check rules that need more of the recipe than `DataSource.check` receives; by default there are none.
+        """Check rules that need more of the recipe than `DataSource.check` receives; by default no such rules exist.
 
         Raises:
-            ConfigError: the first rule that is broken.
+            ConfigError: about the first rule that is broken.
         """
         return
 
@@ -67,14 +67,14 @@ class DataSource(Protocol):
         """
 
     def check(self, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int) -> None:
-        """Check every rule that can be checked now; called again after `prepare` for the rest. By default no rule.
+        """Check the rules that can be checked now; after `prepare` called again for the others. By default no rules.
 
         Args:
             seq_len: tokens in a sequence.
             global_batch: sequences in a step, over all ranks; a multiple of `ranks`.
             ranks: data-parallel ranks.
-            vocab_size: of the model.
-            validation_sequences: sequences of one validation; 0 without validation.
+            vocab_size: the size of the model's vocabulary.
+            validation_sequences: number of sequences of one validation; 0: the run does not validate.
 
         Raises:
             ConfigError: a rule is broken, or files that the config names are missing or cannot be read.
@@ -83,9 +83,9 @@ class DataSource(Protocol):
 
     @abstractmethod
     def prepare(self, *, report: Report) -> None:
-        """Do the work that is needed once: train a tokenizer, tokenise into the cache. Returns at once if that is done.
+        """Do what is needed once: train a tokenizer, tokenise into the cache. Returns at once if this work is done.
 
-        Safe when several processes call it together: one works, the others wait.
+        Several processes may call this at the same time: one works, the others wait.
 
         Raises:
             ConfigError: the data, the tokenizer or the cache cannot be used.
@@ -96,16 +96,16 @@ class DataSource(Protocol):
         """The tokenizer of prepared data; None if the tokens do not come from text.
 
         Raises:
-            ConfigError: it cannot be read, or the data has not been prepared.
+            ConfigError: the tokenizer cannot be read, or the data has not been prepared.
         """
 
     @property
     def has_documents(self) -> bool:
-        """Whether `separators` may be called, also before `prepare`; by default whether the class defines it."""
+        """Whether `separators` may be called; known also before `prepare`. By default: whether the class defines it."""
         return type(self).separators is not DataSource.separators
 
     def separators(self) -> Separators | None:
-        """The tokens that separate the documents of prepared data; None: a kind of data without documents.
+        """The tokens that separate the documents of prepared data; None: this kind of data has no documents.
 
         Raises:
             ConfigError: the data has not been prepared.
@@ -130,10 +130,10 @@ class DataSource(Protocol):
 
     @abstractmethod
     def open_validation(self, *, seq_len: int, sequences: int, rank: int, ranks: int) -> Rows:
-        """One rank's part of the held-out sequences: the same at every call and in every pass.
+        """One rank's part of the held-out sequences: the same sequences at every call and in every pass.
 
-        Every rank has the same number of rows. All ranks together have `sequences` rows, or all that exist if there
-        are fewer; padding, within a row or as a whole row, has the label `IGNORE`.
+        Every rank has the same number of rows (sequences). All ranks together have `sequences` rows, or all that exist
+        if there are fewer. Padding, within a row or as a whole row, has the label `IGNORE`.
 
         Raises:
             ConfigError: the data has not been prepared, or nothing was held out.
@@ -167,17 +167,17 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop reading ahead. Does nothing if nothing reads ahead, or at a second call."""
+        """Stop reading ahead. Does nothing if the stream does not read ahead, or is closed already."""
         ...
 
 
 class SampleStream:
-    """The common part of the streams: it counts the samples that all ranks together have taken.
+    """A base class of streams: it counts the samples that all ranks together have taken.
 
     Args:
-        identity: the values on which the order of the samples depends; part of the state.
-        global_batch: sequences of one step, over all ranks; a multiple of `ranks`.
-        state: a merged state to resume from, of any number of ranks and any global batch.
+        identity: the values on which the order of the samples depends; they are part of the state.
+        global_batch: number of sequences of one step, over all ranks; a multiple of `ranks`.
+        state: a merged state to resume from; it may come from any number of ranks and any global batch.
     """
 
     def __init__(
@@ -191,18 +191,18 @@ class SampleStream:
         self._global_batch, self._rank, self._ranks = global_batch, rank, ranks
 
     def state(self) -> State:
-        """See `Stream`; the same on every rank."""
+        """See `Stream`. This part of the state is the same on every rank."""
         return {**self._identity, "samples": self._samples}
 
     def close(self) -> None:
-        """Nothing is read ahead."""
+        """Do nothing: this class does not read ahead."""
 
 
 class Rows(Protocol):
     """Held-out sequences for one rank; all ranks have equally many, and all passes give the same sequences."""
 
     def __len__(self) -> int:
-        """Rows of this rank."""
+        """The number of this rank's rows."""
         ...
 
     def __iter__(self) -> Iterator[tuple[Tokens, Tokens]]:
@@ -235,8 +235,8 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
         now: values of the stream that resumes, under their names in the state.
 
     Raises:
-        DamagedPosition: a value, or the number of samples, is missing or has the wrong type.
-        ConfigError: one of the values differs.
+        DamagedPosition: the state lacks a value or the number of samples, or has it with the wrong type.
+        ConfigError: a value in the state differs from the value in `now`.
     """
     keys = {"seq_len": "training.seq_len", "seed": "seed", "streams": "data.streams"}
     for name, value in now.items():
@@ -251,7 +251,7 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
 
 
 def as_saved(name: str, value: Any, kind: Any, *, most: int = 2**62 - 1) -> Any:
-    """A value of a saved state, which must have the type `kind`; whole numbers lie in 0 to `most`.
+    """Check that a value of a saved state has the type `kind`, and return it; an int must lie between 0 and `most`.
 
     Raises:
         DamagedPosition: no stream saves such a value.
@@ -283,19 +283,19 @@ class Separators:
 
     @property
     def separate(self) -> bool:
-        """Whether a token shows where a document begins."""
+        """Whether there is a token that shows where documents begin."""
         return self.begin is not None or self.end is not None
 
     def around(self, ids: list[int]) -> list[int]:
-        """The tokens of a whole document with these tokens of its text."""
+        """The tokens of a whole document: `ids`, the tokens of its text, between `begin` and `end`."""
         begin, end = ([] if token is None else [token] for token in (self.begin, self.end))
         return [*begin, *ids, *end]
 
     def starts(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The place in its sequence where each token's document begins: `[batch, seq]` → int64 `[batch, seq]`.
+        """For each token, the place in the sequence where its document begins: `[batch, seq]` → int64 `[batch, seq]`.
 
-        A document that began in an earlier sequence begins at 0. If one token both begins and ends documents, two in a
-        row separate two documents.
+        A document that began in an earlier sequence begins at 0. If the same token begins and ends documents, two such
+        tokens side by side separate two documents.
         """
         import numpy as np
 

@@ -1,4 +1,4 @@
-"""Documents of text, JSONL and parquet files, in a fixed order, and the choice of documents for validation."""
+"""Reads the documents of text, JSONL and parquet files in a fixed order, and chooses those for validation."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from titanlab.system import LFS_POINTER, parse_json
 _LINES = {".jsonl", ".ndjson", ".json"}
 _PACKED = {".gz", ".bz2", ".xz", ".zst"}
 _NAMES = {"lines": "JSON, one object a line", "parquet": "parquet", "text": "text, one document a file"}
-# Formats whose columns `datasets` reads.
+# Endings of tables → the builder of `datasets` that reads their columns; a corpus refuses such files.
 _TABLES = {".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
-# Files that describe a dataset, beside its data.
+# Names of files that describe a dataset and lie beside its data.
 _ABOUT = {"dataset_infos.json", "dataset_info.json", "state.json", "_success"}
 _ABOUT_TEXTS = {"readme", "license", "licence"}
 _MOST_ENDINGS = 6
 _SAMPLED_FILES = 1000
-# About this many files, and this many bytes of each, are checked before the run starts.
+# Before the run starts, about _CHECKED_FILES files are checked, and of each text file _CHECKED_BYTES bytes.
 _CHECKED_FILES = 100
 _CHECKED_BYTES = 1 << 16
 
@@ -46,9 +46,9 @@ class Corpus:
     """Files and how to read them.
 
     Attributes:
-        key: config key that named the files, for errors.
-        strict: whether a file that is not UTF-8 is an error; otherwise it is skipped.
-        left_out: files that a folder or a glob matches but that are not read: descriptions beside data.
+        key: the config key that names the files, for errors.
+        strict: whether a file that is not UTF-8 is an error; otherwise such a file is skipped.
+        left_out: files that a folder or glob matches but that are not read, because they only describe the data.
     """
 
     files: tuple[Path, ...]
@@ -59,7 +59,7 @@ class Corpus:
     left_out: tuple[Path, ...] = ()
 
     def in_words(self) -> str:
-        """In words: how the files are read, by the endings of their names, and which files are left out."""
+        """Say in words how the files are read, by the endings of their names, and which files are left out."""
         counts: dict[str, Counter[str]] = {}
         for file in self.files:
             counts.setdefault(_kind(file), Counter())[_ending(file) or "without an ending"] += 1
@@ -75,7 +75,7 @@ class Corpus:
         return "; ".join(parts)
 
     def documents(self) -> Iterator[str]:
-        """Every complete document that is not empty."""
+        """All documents of all files, except empty ones."""
         for file in self.files:
             yield from self._documents_of(file)
 
@@ -93,7 +93,7 @@ class Corpus:
             next(self._documents_of(file, most=_CHECKED_BYTES), None)
 
     def sample(self, characters: int) -> Iterator[str]:
-        """Texts of about `characters` characters in total, spread over the files; reads little more than it yields."""
+        """Texts of about `characters` characters in total, from files all over the corpus; reads little more."""
         chosen = self.files[:: max(1, len(self.files) // _SAMPLED_FILES)]
         share = _share(sorted(path.stat().st_size for path in chosen), characters)
         for file in chosen:
@@ -104,11 +104,11 @@ class Corpus:
                     break
 
     def _documents_of(self, file: Path, *, most: int = -1) -> Iterator[str]:
-        """The documents of a file; of a text, the first `most` bytes if that is not negative."""
+        """The documents of a file; of a text file only the first `most` bytes, unless `most` is negative."""
         try:
             yield from filter(None, self._texts(file, most))
         except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
-            # The libraries raise an OSError without a number for a damaged file.
+            # An OSError without an error number comes from a decompression library: the file is damaged.
             if not isinstance(error, OSError) or error.errno is None:
                 kind = file.suffix.lower() or "compressed"
                 raise ConfigError(self.key, file, f"is not a whole {kind} file ({error})", "fetch it again") from error
@@ -127,7 +127,7 @@ class Corpus:
             try:
                 if kind == "text":
                     content = stream.read(most)
-                    # The last of `most` bytes may be inside a character.
+                    # If `most` bytes were read, the last byte may be inside a character.
                     yield codecs.getincrementaldecoder("utf-8")().decode(content, final=len(content) != most)
                     return
                 for number, line in enumerate(stream, 1):
@@ -184,10 +184,10 @@ class Corpus:
 
 
 def _opened(file: Path) -> io.BufferedReader:
-    """The bytes of a file, unpacked as the ending of its name says."""
+    """Open a file for its bytes; decompress them if the ending of the name says so."""
     if (packed := file.suffix.lower()) == ".zst":
         arrow: Any = importlib.import_module("pyarrow")
-        # A file can have several frames, as the files of the Pile do.
+        # Arrow's stream reads a file of several zstd frames to the end; files of the Pile have several frames.
         return io.BufferedReader(arrow.CompressedInputStream(str(file), "zstd"))
     open_: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packed, open)
     stream: io.BufferedReader = open_(file, "rb")
@@ -195,11 +195,11 @@ def _opened(file: Path) -> io.BufferedReader:
 
 
 def corpus_of(patterns: str, text_field: str) -> Corpus:
-    """The corpus of the files that match; from folders and globs, leaves out files that describe data beside them."""
+    """The corpus of the files that match. Files of folders and globs that only describe data are left out."""
     files = matching(patterns)
     named = {Path(pattern) for pattern in _patterns(patterns)}
     about = tuple(file for file in files if file not in named and _is_about(file))
-    # If all files are plain text, a README is a document too.
+    # If all files are plain text, leave nothing out: a README is then a document too.
     if not any(_kind(file) != "text" or _ending(file) in _TABLES for file in files if file not in about):
         about = ()
     read = tuple(file for file in files if file not in about)
@@ -211,12 +211,12 @@ def _is_about(file: Path) -> bool:
     return name in _ABOUT or (name.partition(".")[0] in _ABOUT_TEXTS and _kind(file) == "text")
 
 
-# Installed packages, folders that only some systems have, and tables of characters, which are useless as training text.
+# Folders that are not read: installed packages, what only some systems have, and tables of characters (poor text).
 _LEFT_OUT = {
     *("__pycache__", "__phello__", "dist-packages", "encodings", "ensurepip", "idlelib"),
     *("lib-dynload", "lib2to3", "site-packages", "test", "tests", "turtledemo"),
 }
-# These files contain paths of the machine that built this Python.
+# Files whose names begin like this are not read: they have paths of the machine that built this Python.
 _BUILT = ("_sysconfigdata", "_sysconfig_vars")
 
 
@@ -245,7 +245,7 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
         if os.path.isfile(pattern):
             paths: Iterable[str] = [pattern]
         elif os.path.isdir(pattern):
-            # The visible files of a folder and of its visible subfolders.
+            # Take the visible files of the folder and of its visible subfolders.
             paths = (path for each in _folders(pattern) for path in glob.iglob(os.path.join(glob.escape(each), "*")))
         else:
             paths = _matches(pattern)
@@ -260,7 +260,7 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """As `glob.iglob`, which would not end if a link in a folder leads to a folder above it."""
+    """As `glob.iglob`, but this ends also if a link in a folder leads to a folder above it."""
     head, several, tail = f"{pattern}{os.sep}".partition(f"{os.sep}**{os.sep}")
     if not several:
         yield from glob.iglob(pattern)
@@ -302,7 +302,7 @@ def _ending(file: Path) -> str:
 
 
 def _share(sizes: list[int], characters: int) -> int:
-    """The most to read of each file, so that all files together give `characters`; `sizes` is sorted."""
+    """The most characters to read of each file, so that all files together give `characters`; `sizes` is sorted."""
     for smaller_files, size in enumerate(sizes):
         share = characters // (len(sizes) - smaller_files) + 1
         if size >= share:
@@ -317,10 +317,10 @@ def whole_characters(text: str) -> str:
 
 
 _SIGNATURE_BYTES = 64
-# The first bytes of other formats, what they are, the ending with which a corpus reads them, and a cure.
+# For formats other than plain text: the first bytes, what is wrong, the ending with which a corpus reads it, the cure.
 _SIGNATURES = (
     (rb"\x1f\x8b", ("is compressed with gzip", ".gz", "decompress it")),
-    # Text can begin with "BZh"; the magic number of a block follows in bzip2.
+    # Text can begin with "BZh" too, so match also the magic number that follows in a bzip2 file.
     (rb"BZh.(1AY|\x17rE)", ("is compressed with bzip2", ".bz2", "decompress it")),
     (rb"\xfd7zXZ\x00", ("is compressed with xz", ".xz", "decompress it")),
     (rb"\x28\xb5\x2f\xfd", ("is compressed with zstd", ".zst", "decompress it")),
@@ -332,15 +332,15 @@ _SIGNATURES = (
 
 
 def other_format(content: bytes) -> tuple[str, str, str] | None:
-    """The format that begins like this, the ending with which a corpus reads it, and a cure; None: perhaps text."""
+    """What is wrong with a file that begins like this, the ending for its format, a cure; None: it may be text."""
     return next((other for first, other in _SIGNATURES if re.match(first, content, re.DOTALL)), None)
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to validation.
+    """Whether a document belongs to validation; only a hash of its text decides.
 
     Args:
-        fraction: part of all documents to hold out, in [0, 1); 0 holds out none.
+        fraction: the share of all documents to hold out, in [0, 1); 0: hold out none.
     """
     if fraction <= 0:
         return False

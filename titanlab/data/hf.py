@@ -1,4 +1,4 @@
-"""data=hf: any dataset that Hugging Face `datasets` streams, such as C4, and the documents of its virtual streams."""
+"""data=hf: reads any dataset that Hugging Face `datasets` streams, such as C4, as documents of virtual streams."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
     def open_train(self, *, seed: int, seq_len: int, **place: Any) -> Stream:
         from titanlab.data import streaming
 
-        # The seed is not used: documents come in the dataset's order, so that a position is a place in the dataset.
+        # Do not use the seed: documents come in the dataset's order, so that a position is a place in the dataset.
         dataset, reader = open_dataset(self.config, self.config.split), self.tokenizer()
         stream: Stream = streaming.StreamingStream(
             lambda number, position: StreamDocuments(dataset, self.config, reader, number, position),
@@ -90,8 +90,8 @@ class HuggingFaceSource(CachedText[HuggingFace]):
         return cache.root() / "tokens" / f"hf-{self._content}"
 
     def make(self, folder: Path, report: Report) -> None:
-        # Reads and keeps the held-out documents, and trains a tokenizer if the config names none: once, not on every
-        # rank. A dataset that cannot be read fails here, before training starts.
+        # Do once what need not be done on every rank: read and keep the held-out documents; train a tokenizer if the
+        # config names none. A dataset that cannot be read fails here, before training starts.
         from titanlab.data import shards
         from titanlab.data.new_tokenizer import beginning
 
@@ -137,14 +137,14 @@ def _is_held_out(config: HuggingFace, text: str) -> bool:
 
 
 class StreamDocuments:
-    """Training documents of virtual stream v of V, epoch after epoch.
+    """The training documents of virtual stream v of V, epoch after epoch.
 
-    With at least as many files (shards) as streams, stream v reads files v, v + V, …; with fewer files, the
-    streams that share a file take its documents in turn.
+    If there are at least as many files (shards) as streams, stream v reads the files v, v + V, …. If there are fewer
+    files, the streams that share a file take its documents in turn.
 
     Args:
         dataset: an HF `IterableDataset`, not shuffled.
-        position: result of `position`, to continue there; None starts at the beginning.
+        position: where to continue, as the method `position` returns it; None: start at the beginning.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class StreamDocuments:
         self._open(state)
 
     def position(self) -> Position:
-        """The epoch, the numbers of documents seen and kept in it, and the state of the HF dataset."""
+        """The epoch, the numbers of documents seen and kept in this epoch, and the state of the HF dataset."""
         state = self._part.state_dict() if self._begun else self._start
         return {"epoch": self._epoch, "seen": self._seen, "kept": self._kept, "dataset": state}
 
@@ -195,8 +195,8 @@ class StreamDocuments:
         self._source.close()
 
     def _open(self, state: dict[str, Any] | None) -> None:
-        """Begin to read this stream's files, from a state."""
-        # After `load_state_dict`, an HF dataset's `state_dict` does not give the loaded state until a row is read.
+        """Begin to read this stream's files, from a state of the HF dataset; None: from the beginning."""
+        # Keep the state: after `load_state_dict` an HF dataset's `state_dict` returns another one until a row is read.
         self._start, self._begun = state, False
         self._part = self._dataset.shard(num_shards=self._files, index=self._number % self._files, contiguous=False)
         if state is not None:
@@ -206,11 +206,11 @@ class StreamDocuments:
         if state is None:
             return
         try:
-            # Only with the first row does `datasets` read the state.
+            # Read a row here, because `datasets` reads the state only with the first row.
             first = _next(self._source, self._config)
         except ConfigError as error:
-            # Errors of other types can also come from the files. The checkpoint is not damaged: another version of
-            # `datasets` may have saved it, as also all earlier checkpoints.
+            # Errors of other types may come from the files. Do not call the checkpoint damaged: if another version of
+            # `datasets` saved it, all earlier checkpoints fail too.
             if not isinstance(error.__cause__, (TypeError, LookupError, AttributeError, OverflowError)):
                 raise
             rule = f"datasets does not understand it ({type(error.__cause__).__name__})"
@@ -221,7 +221,7 @@ class StreamDocuments:
 
 
 def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
-    """All texts of a dataset that are not empty, in order."""
+    """The texts of a dataset in its order, without empty ones."""
     rows = _rows(dataset)
     with contextlib.closing(rows):
         while (row := _next(rows, config)) is not None:
@@ -230,7 +230,7 @@ def documents(dataset: Any, config: HuggingFace) -> Iterator[str]:
 
 
 def text_of(row: dict[str, Any], config: HuggingFace) -> str:
-    """The text of a row; empty if it is null."""
+    """The text of a row; empty if the row's value is null."""
     if config.text_field not in row:
         rule = f"is not a column of {config.path}"
         raise ConfigError("data.text_field", config.text_field, rule, f"it has: {', '.join(row)[:80]}")
@@ -249,13 +249,13 @@ def open_dataset(config: HuggingFace, split: str, key: str = "data.split") -> An
     try:
         dataset = _library().load_dataset(config.path, split=split, streaming=True, **options)
         return _text_only(dataset, config, split, options)
-    # `datasets` and its dependencies raise dozens of types, which share no other base class.
+    # `datasets` and its dependencies raise dozens of types, which share no base class but Exception.
     except Exception as error:
         raise _explained(error, config, split, key) from error
 
 
 def _text_only(dataset: Any, config: HuggingFace, split: str, options: dict[str, Any]) -> Any:
-    """The dataset without its other columns, if `datasets` can leave them out.
+    """The dataset with the column of the text only, if `datasets` can leave out the others.
 
     `datasets` gives all files the types of the first file, and refuses a file in which any column has another type.
     """
@@ -306,14 +306,14 @@ def _in_short(error: Exception) -> str:
 
 
 def _rows(dataset: Any) -> Any:
-    # A generator, so that the caller can close it: an iterator has no `close`.
+    # Make a generator, so that the caller can close it: a plain iterator has no `close`.
     yield from dataset
 
 
 def _library() -> Any:
     before = os.environ.get("USE_TORCH")
     if not {"datasets", "torch"} & sys.modules.keys():
-        # `datasets` imports torch if torch is installed, which takes 1.5 s and is not used here.
+        # `datasets` would import torch, which takes 1.5 s and is not used here.
         os.environ["USE_TORCH"] = "0"
     try:
         return importlib.import_module("datasets")

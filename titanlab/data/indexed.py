@@ -1,9 +1,9 @@
-"""Token shards as numbered sequences: reading them, their seeded order, the training stream and the held-out rows.
+"""Reads token shards as numbered sequences, in an order that the seed decides: for training and for validation.
 
-The order is a permutation of n numbers that is computed where it is needed and never stored: a Feistel network over the
-pairs (left, right) of Z_a × Z_b with a·b ≥ n, applied again until the result is below n (cycle walking): Black and
-Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002). The round function is the finaliser of splitmix64
-(Steele, Lea and Flood, OOPSLA 2014).
+The order is a permutation of n numbers. It is computed where it is needed and never stored. A Feistel network over the
+pairs (left, right) of Z_a × Z_b with a·b ≥ n is applied until its result is below n (cycle walking): Black and Rogaway,
+"Ciphers with arbitrary finite domains" (CT-RSA 2002). The round function is the finaliser of splitmix64 (Steele, Lea
+and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ def _beginnings(folder: Path, index: ShardIndex) -> Iterator[tuple[Path, npt.NDA
 class Split:
     """The sequences of `train` or `validation` in memory-mapped files.
 
-    Sequence i of a file covers its tokens [i·seq, (i+1)·seq]; the last of them is a label only. The remaining tokens
-    at a file's end, less than a sequence, are not used.
+    Sequence i of a file has the tokens i·seq to (i+1)·seq, of which the last is only a label. The tokens that remain at
+    a file's end, fewer than a sequence, are not used for training.
     """
 
     def __init__(self, folder: Path, index: ShardIndex, name: str, seq_len: int) -> None:
         self.seq_len = seq_len
         self.files = [
-            # A plain ndarray view: indexing an `np.memmap` costs some microseconds more each time.
+            # Use plain ndarray views: indexing an `np.memmap` takes some microseconds more each time.
             np.memmap(folder / shard.file, dtype=_stored(index), mode="r").view(np.ndarray)
             for shard in index.split(name)
             if shard.tokens
         ]
-        # The sequences of each file: tokens and labels, `[sequences, seq]` each.
+        # For each file, the tokens and the labels of its sequences, `[sequences, seq]` each.
         self._tables = []
         for file in self.files:
             n = (len(file) - 1) // seq_len
@@ -74,7 +74,7 @@ class Split:
             self._tables.append((tokens, file[1 : n * seq_len + 1].reshape(n, seq_len) if n else tokens))
         self._ends = np.cumsum([len(tokens) for tokens, _ in self._tables], dtype=np.int64)
         self.sequences = int(self._ends[-1]) if self.files else 0
-        # By file, the rows that cover every token that can be a label; the last row of each file is padded.
+        # For each file, the number of rows that cover every token that can be a label; a file's last row is padded.
         self._rows = [math.ceil((len(file) - 1) / seq_len) for file in self.files]
 
     def gather(self, sequences: npt.NDArray[np.int64]) -> Batch:
@@ -134,7 +134,7 @@ def shuffled(samples: npt.NDArray[np.int64], *, seed: int, n: int) -> npt.NDArra
     """Map samples of an endless stream to numbers below n; every epoch of n samples has its own permutation.
 
     Args:
-        samples: int64 `[k]`, sample numbers from 0; sample g is place g % n of epoch g // n; n is at least 1.
+        samples: int64 `[k]`, sample numbers from 0. Sample g has the place g % n in epoch g // n; n is at least 1.
 
     Returns:
         int64 `[k]` in [0, n).
@@ -144,7 +144,7 @@ def shuffled(samples: npt.NDArray[np.int64], *, seed: int, n: int) -> npt.NDArra
     right_size = -(-n // left_size)
     keys = keyed(seed, epochs)
     numbers = _network(places.astype(np.uint64), keys, left_size, right_size)
-    # At most left_size - 1 pairs are not below n, so the loop runs seldom, and on few numbers.
+    # At most left_size - 1 pairs give numbers of n or more, so the loop runs seldom, and with few numbers.
     while (outside := np.flatnonzero(numbers >= n)).size:
         numbers[outside] = _network(numbers[outside], keys[outside], left_size, right_size)
     return numbers.astype(np.int64)
@@ -163,11 +163,11 @@ _AHEAD = 1024
 
 
 class NumberedStream(SampleStream):
-    """Sequences that have numbers.
+    """A stream of sequences that have numbers.
 
     Args:
         order: samples `[k]` → the numbers of their sequences `[k]`.
-        read: numbers `[k]` → their tokens and labels, `[k, seq]` each.
+        read: numbers `[k]` → the tokens and labels of these sequences, `[k, seq]` each.
     """
 
     def __init__(self, order: Callable[[Numbers], Numbers], read: Callable[[Numbers], Batch], **place: Any) -> None:
@@ -179,7 +179,7 @@ class NumberedStream(SampleStream):
 
     def next_batch(self) -> Batch:
         if not len(self._ahead):
-            # Computing the order of many steps costs little more than that of one step.
+            # Compute the order of many steps at once: this takes little more time than the order of one step.
             count = max(1, _AHEAD // self._local) * self._local
             samples = self._next + self._ranks * np.arange(count, dtype=np.int64)
             self._next += self._ranks * count
@@ -190,18 +190,18 @@ class NumberedStream(SampleStream):
 
 
 def rank_samples(start: int, *, global_batch: int, rank: int, ranks: int) -> range:
-    """Global samples of one rank in the step that begins at sample `start`."""
+    """The numbers of one rank's samples in the step whose first sample, over all ranks, is `start`."""
     return range(start + (rank - start) % ranks, start + global_batch, ranks)
 
 
 class HeldOutRows:
-    """Rows for validation, spread evenly over those that are available; see `contract.Rows`.
+    """This rank's rows for validation, chosen evenly from the available rows; see `contract.Rows`.
 
     Args:
         read: number of an available row → its tokens and labels, `[seq]` each.
-        sequences: number of rows over all ranks; fewer if fewer are available.
+        sequences: number of rows of all ranks together; fewer if fewer rows are available.
         rank, ranks: row j belongs to rank j % ranks. Every rank has the same number of rows: if `ranks` does not
-            divide them, the last rows are padding, with `IGNORE` as every label.
+            divide the rows, some ranks get a last row of padding, with `IGNORE` as every label.
     """
 
     def __init__(

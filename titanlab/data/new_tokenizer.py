@@ -1,4 +1,4 @@
-"""New tokenizers: trained on a corpus, or fetched from the Hugging Face hub."""
+"""Makes new tokenizers: trains them on a corpus, or fetches them from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SENTENCE_CHARACTERS = 4096
 
 
 def beginning(texts: Iterable[str]) -> Iterator[str]:
-    """The first texts, of `SAMPLE_CHARACTERS` in total."""
+    """The first texts, until they have `SAMPLE_CHARACTERS` characters together."""
     left = SAMPLE_CHARACTERS
     for text in texts:
         yield text
@@ -30,14 +30,14 @@ def beginning(texts: Iterable[str]) -> Iterator[str]:
 
 
 def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, file: Path) -> None:
-    """Train a BPE on texts and write its `.model`.
+    """Train a BPE tokenizer on texts and write its `.model`.
 
     A character without a piece becomes byte tokens, and the text is not normalised: no space is added, removed or
-    joined, so that `decode(encode(text)) == text` for any text.
+    joined. So `decode(encode(text)) == text` for any text.
 
     Args:
-        texts: all are read; see `SAMPLE_CHARACTERS`.
-        vocab_size: number of pieces, including 256 bytes and three special tokens.
+        texts: all of them are read; the caller limits them to about `SAMPLE_CHARACTERS`.
+        vocab_size: number of pieces (tokens), including 256 bytes and three special tokens.
 
     Raises:
         ConfigError: the texts are too few, or have too many characters, for this vocabulary.
@@ -63,15 +63,15 @@ def train_sentencepiece(texts: Iterable[str], *, vocab_size: int, file: Path) ->
         )
     except RuntimeError as error:
         if failures:
-            # Reading the texts failed; SentencePiece keeps only the message of that error.
+            # The error comes from reading the texts. Raise that error, because SentencePiece keeps only its message.
             raise failures[0] from None
         raise _explained(str(error), vocab_size) from error
     file.write_bytes(model.getvalue())
 
 
 def _sentences(texts: Iterable[str], failures: list[Exception]) -> Iterator[str]:
-    # The parts are longer than a line, so that a line end and the next line's indentation can become one piece, and
-    # short enough for fast training.
+    # Cut texts into parts that are short enough for fast training, but longer than a line: a line end and the next
+    # line's indentation can then become one piece.
     try:
         for text in texts:
             for start in range(0, len(text), _SENTENCE_CHARACTERS):
@@ -105,7 +105,7 @@ def download_tokenizer(
     """Fetch the tokenizer of a model on the hub into a folder.
 
     Args:
-        folder: made if it does not exist; files of the same names are replaced after all files have been fetched.
+        folder: created if missing. Files with the same names are replaced, after all files have been fetched.
         token: access token of the hub, for gated models; None: `HF_TOKEN` or the token that `hf auth login` saved.
 
     Returns:
@@ -126,7 +126,7 @@ def download_tokenizer(
         if not needed:
             rule = f"has neither {' nor '.join(_NEEDED)}"
             raise ConfigError("repo", repo, rule, "name a model whose files include one of them")
-        # Before any file is replaced, one of the fetched files must load as a tokenizer.
+        # Before any file is replaced, check that one of the fetched files loads as a tokenizer.
         for name in needed:
             try:
                 tokenizers.load(Path(temporary, name), "repo")

@@ -91,7 +91,7 @@ class Stdlib(Text):
     """The source of this Python's standard library: real text on every machine, without a network."""
 
     kind: str = "stdlib"
-    # Some twenty modules: enough for a steady validation loss.
+    # Hold out some twenty modules: enough for a steady validation loss.
     validation_fraction: float = 0.05
 
     def implementation(self) -> DataSource:
@@ -143,7 +143,7 @@ class HuggingFace(Text):
             cure = "give one of the hub, such as data.path=allenai/c4"
             raise ConfigError("data.path", self.path, "names no dataset", cure)
         if self.path == "pandas":
-            # Earlier versions of `datasets` unpickle the files.
+            # Refuse, because earlier versions of `datasets` unpickle such files.
             raise ConfigError("data.path", self.path, "reads pickles, which can run code", "convert them to parquet")
         if self.path in LOCAL_BUILDERS:
             if not self.data_files:

@@ -1,4 +1,4 @@
-"""Folders of token shards: writing one from documents, its index, and the check that it is complete.
+"""Writes folders of token shards from documents; reads the index of a folder, and checks that the folder is complete.
 
 index.json               format, version, dtype, vocab_size, special tokens, fingerprint, files
 train-00000.bin …        little-endian uint16 or uint32, document after document
@@ -41,7 +41,7 @@ _REPORT_TOKENS = 50_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShard:
-    """One file of tokens; `documents`: 0 where their number is not known."""
+    """One file of tokens; `documents`: the number of documents in it, or 0 if it is unknown."""
 
     file: str
     tokens: int
@@ -54,10 +54,10 @@ class ShardIndex:
 
     Attributes:
         dtype: `uint16` or `uint32`.
-        vocab_size: every token is below it.
-        bos_id, eos_id: tokens around each document; None where the tokenizer has no such token.
+        vocab_size: every token id is below this number.
+        bos_id, eos_id: the tokens before and after each document; None: there is no such token.
         tokenizer: the name of the tokenizer's file in the folder; None without a tokenizer.
-        fingerprint: hash of the tokens; None: computed from the files.
+        fingerprint: a hash that stands for the tokens; None: it is computed from the files.
     """
 
     dtype: str
@@ -80,12 +80,12 @@ class ShardIndex:
         return self.train if name == "train" else self.validation
 
     def sequences(self, split: str, seq_len: int) -> int:
-        """Number of complete sequences; each needs one more token, the label of its last token."""
+        """Number of complete sequences; each needs one token more than `seq_len`, the label of its last token."""
         return sum(max(0, shard.tokens - 1) // seq_len for shard in self.split(split))
 
 
 def read_index(folder: Path, key: str = "data.folder") -> ShardIndex:
-    """Read and check a folder's index, and check that its files have the lengths in it.
+    """Read and check a folder's index, and check that the files have the lengths that the index says.
 
     Raises:
         ConfigError: the index is missing or not valid, or a file is missing or has another length.
@@ -156,10 +156,10 @@ def write_documents(
     """Tokenise documents into a folder that exists and is empty.
 
     Args:
-        documents: texts; each becomes beginning-of-text, its tokens, end-of-text, as far as `separators_of` has them.
-        fingerprint: hash of the documents and of their tokenisation, written to the index.
-        tail_fraction: fraction of the tokens at the end that becomes the validation split if `held_out` chose no
-            document or all of them, as it may if there are very few.
+        documents: texts; the tokens of each get the tokens of `separators_of` around them.
+        fingerprint: a hash of the documents and the way to tokenise them, written to the index.
+        held_out: tells whether a document goes to the validation split. If it chose none of the documents or all, the
+            share `tail_fraction` of all tokens, from the end, becomes the validation split.
     """
     for line in separators_in_words(tokenizer):
         report(line)
@@ -195,11 +195,11 @@ def write_index(folder: Path, index: ShardIndex) -> None:
 
 
 def pieces_of(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:
-    """Cut a text into pieces of about `size` characters after line ends; the pieces joined are the text."""
+    """Cut a text after line ends into pieces of at most `size` characters; joined, the pieces are the text again."""
     start = 0
     while len(text) - start > size:
         end = text.rfind("\n", start, start + size) + 1
-        # A line longer than `size` is cut inside.
+        # If the line is longer than `size`, cut inside the line.
         end = end if end > start else start + size
         yield text[start:end]
         start = end
@@ -211,7 +211,7 @@ def _tokenised(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple
     # Imported here: the checks of an index need no numpy.
     import numpy as np
 
-    # A text that is encoded in two pieces may not decode to itself: some tokenizers add a space.
+    # Cut texts only if two pieces, encoded one by one, decode to the text: some tokenizers would add a space.
     cuttable = tokenizer.decode(tokenizer.encode("a\n") + tokenizer.encode("b")) == "a\nb"
     around = separators_of(tokenizer)
     before, after = ([] if token is None else [token] for token in (around.begin, around.end))
@@ -232,7 +232,7 @@ def _tokenised(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple
 
 
 def _cut_tail(folder: Path, shards: list[TokenShard], fraction: float, token_bytes: int) -> dict[str, list[TokenShard]]:
-    """Move the last tokens of the only split into a validation file."""
+    """Make the only split the training split, and move its last tokens into a validation file."""
     shards = [
         replace(shard, file=(folder / shard.file).rename(folder / f"train-{number:05d}.bin").name)
         for number, shard in enumerate(shards)
@@ -264,7 +264,7 @@ class _SplitWriter:
         self._open.close()
 
     def append(self, tokens: npt.NDArray[np.uint32]) -> None:
-        """Write one document; uint32 `[tokens]`."""
+        """Write one document: its tokens, uint32 `[tokens]`."""
         if not self.shards or self.shards[-1].tokens >= self._shard_tokens:
             self._open.close()
             name = f"{self._name}-{len(self.shards):05d}.bin"

@@ -1,6 +1,6 @@
-"""The functions that other packages call for every kind of data, and the rules that kinds of data share.
+"""The functions that other packages call for any kind of data, and the checks that several kinds of data share.
 
-`titanlab.data.contract.DataSource` documents them as its methods.
+The methods of `titanlab.data.contract.DataSource` with the same names document these functions.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def check_validation(index: ShardIndex | None, key: str, value: object) -> None:
 
 
 def check_multiple(key: str, value: int, ranks: int) -> None:
-    """Check that every data-parallel rank has equally many sequences of a step, or virtual streams."""
+    """Check that `ranks` divides `value`: data-parallel ranks need equally many sequences of a step, or streams."""
     if value % ranks:
         below, above = value // ranks * ranks, (value // ranks + 1) * ranks
         cure = f"try {below} or {above}" if below else f"try {above}"

@@ -1,4 +1,4 @@
-"""The training stream over a fixed number of virtual streams, each of which packs documents into sequences."""
+"""A training stream that reads a fixed number of virtual streams; each packs documents into sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Documents(Protocol):
     """An endless sequence of tokenised documents, with a position to resume from."""
 
     def position(self) -> Position:
-        """The position of the next document, as JSON; documents opened at it continue with the same documents."""
+        """The position of the next document, as JSON; `Documents` that are opened there give the same documents."""
 
     def next(self) -> npt.NDArray[np.uint32]:
         """The next document, uint32 `[tokens]`, with its special tokens."""
@@ -35,11 +35,11 @@ class Documents(Protocol):
 class PackedStream:
     """Cuts concatenated documents into sequences.
 
-    Sequence k covers tokens [k·seq, (k+1)·seq] of the concatenated documents; its last token is only a label there, and
-    the first token of the next sequence. Every token is an input exactly once.
+    Sequence k has the tokens k·seq to (k+1)·seq of the concatenated documents. Its last token is only a label there; it
+    is also the first token of the next sequence. So every token is an input exactly once.
 
     Args:
-        offset: tokens of the first document that were used before; from a state.
+        offset: from a saved state: the number of tokens of the first document that were used before.
 
     Raises:
         DamagedPosition: the first document has no more tokens than `offset`.
@@ -47,7 +47,7 @@ class PackedStream:
 
     def __init__(self, documents: Documents, *, seq_len: int, offset: int = 0) -> None:
         self._documents, self._seq_len = documents, seq_len
-        # Documents with tokens that are not used yet, each with its position.
+        # The position and the tokens of each document that has tokens which are not used yet.
         self._open: deque[tuple[Position, npt.NDArray[np.uint32]]] = deque()
         self._offset = offset
         self._ready = -offset
@@ -82,7 +82,7 @@ class PackedStream:
         self._documents.close()
 
     def state(self) -> dict[str, Any]:
-        """`position` of the document that contains the next token, and `offset` of the token in it."""
+        """`position` of the document that contains the next token, and `offset` of the token in that document."""
         position = self._open[0][0] if self._open else self._documents.position()
         return {"position": position, "offset": self._offset}
 
@@ -93,10 +93,10 @@ _Ready = tuple[Batch, State] | BaseException
 
 
 class StreamingStream(SampleStream):
-    """Sequences of V virtual streams in turn: global sample g is the next of stream g % V.
+    """Takes sequences from V virtual streams in turn: global sample g is the next sequence of stream g % V.
 
     Args:
-        opener: (number of a virtual stream, position or None) → its documents.
+        opener: (number of a virtual stream, position or None) → the documents of that stream.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class StreamingStream(SampleStream):
 
 
 class ReadAhead:
-    """Another stream's batches, prepared by a thread while the trainer computes.
+    """Gives the batches of another stream, which a thread prepares while the training computes.
 
     Args:
-        stream: from now on only the thread uses it.
+        stream: the other stream; from now on only the thread may use it.
         depth: the largest number of batches that wait in the queue.
     """
 
@@ -142,16 +142,16 @@ class ReadAhead:
         self._ready: queue.Queue[_Ready] = queue.Queue(depth)
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        # The thread refers only to the queue and the event, so that this object can be garbage-collected.
+        # Give the thread only the queue and the event, not this object, so that this object can be garbage-collected.
         self._thread = threading.Thread(
             target=_read_ahead, args=(stream, self._ready, self._stop), name="titanlab-data", daemon=True
         )
-        # A thread that is inside a library when the interpreter ends can crash it, so the exit also waits for it.
+        # Python's exit also waits for the thread: if the thread is inside a library then, it can crash the interpreter.
         self.close = weakref.finalize(self, _end, self._stop, self._thread)
         self._thread.start()
 
     def next_batch(self) -> Batch:
-        """The next batch of the stream. Raises the error that the thread met, if any."""
+        """The next batch of the stream. If the thread met an error, raises that error."""
         if self._stop.is_set():
             raise RuntimeError("this data stream is closed")
         if self._error is None:
@@ -163,12 +163,12 @@ class ReadAhead:
         raise self._error
 
     def state(self) -> State:
-        """The position after the batch that `next_batch` gave last, not after the batches that wait."""
+        """The position after the batch that `next_batch` returned last, not after the batches that wait."""
         return self._state
 
 
 def _checked_parts(parts: Any, streams: int) -> dict[str, Any]:
-    """The states of all virtual streams, by number, as `PackedStream.state` gives them."""
+    """Check and return the states of all virtual streams, by number, as `PackedStream.state` returns them."""
     found: dict[str, Any] = as_saved("parts", parts, dict[str, dict[str, Any]])
     if found.keys() != {str(number) for number in range(streams)}:
         raise damaged("parts", parts, f"must map the numbers of all {streams} streams to their states")
@@ -183,7 +183,7 @@ def _read_ahead(stream: Stream, ready: queue.Queue[_Ready], stop: threading.Even
     while not stop.is_set() and not isinstance(item, BaseException):
         try:
             item = stream.next_batch(), stream.state()
-        # Any error is raised in the thread that asks for the next batch.
+        # Hand on any error: `next_batch` raises it in the thread that asks for the next batch.
         except BaseException as error:
             item = error
         while not stop.is_set():

@@ -1,4 +1,4 @@
-"""data=synthetic: random tokens. Each depends only on seed, sample number and position."""
+"""data=synthetic: random tokens. Each token depends only on seed, sample number and position."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ END = 0
 """The token that ends a document."""
 _STRIDE = 0x9E3779B97F4A7C15
 _LOW = (1 << 32) - 1
-# No training run has this seed: a config's seed is not negative.
+# No training run has this seed, because a config's seed is not negative.
 _VALIDATION_SEED = -1
 
 
@@ -79,9 +79,9 @@ class SyntheticSource(DataSource):
 def random_sequences(
     numbers: npt.NDArray[np.int64], *, seed: int, seq_len: int, vocab_size: int, document_tokens: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """The sequences with the numbers `[k]`, each with the label of its last token: int64 `[k, seq + 1]`.
+    """The sequences with the numbers `[k]`; each ends with the label of its last token: int64 `[k, seq + 1]`.
 
-    With `document_tokens`, on average one in this many tokens is 0, which ends a document; no other token is 0.
+    With `document_tokens`, on average one token of this many is 0, which ends a document; no other token is 0.
     """
     # Imported here: the checks of a recipe need no numpy.
     import numpy as np
@@ -90,15 +90,15 @@ def random_sequences(
 
     positions = np.arange(1, seq_len + 2, dtype=np.uint64) * np.uint64(_STRIDE)
     bits = mix(keyed(seed, numbers)[:, None] + positions)
-    # Scaling the upper 32 bits is uniform to one part in 2^32 / vocab_size, and cheaper than a remainder.
+    # Scale the upper 32 bits: cheaper than a remainder, and the tokens are uniform to one part in 2^32 / vocab_size.
     tokens = ((bits >> np.uint64(32)) * np.uint64(vocab_size) >> np.uint64(32)).astype(np.int64)
     if document_tokens is None:
         return tokens
-    # The lower 32 bits are independent of the upper ones.
+    # The lower 32 bits decide where documents end: they are independent of the upper bits.
     ends = (bits & np.uint64(_LOW)) * np.uint64(document_tokens) >> np.uint64(32) == 0
     return np.where(ends, 0, np.maximum(tokens, 1))
 
 
 def _shifted(rows: npt.NDArray[np.int64]) -> Batch:
-    # Copies, also of a single row: setting a label to `IGNORE` must not change a token.
+    # Copy, also a single row: setting a label to `IGNORE` must not change a token.
     return Batch(rows[:, :-1].copy(), rows[:, 1:].copy())

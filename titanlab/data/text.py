@@ -1,4 +1,4 @@
-"""Data in token shards: shards of text, made in the cache or by `titanlab tokenize`, and existing ones."""
+"""Data in token shards: makes shards from text, in the cache or for `titanlab tokenize`, and opens existing shards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ShardSource(DataSource):
     @property
     @abstractmethod
     def held_out(self) -> tuple[str, object]:
-        """The config key that decides which documents are held out, and its value."""
+        """The config key that decides which documents are held out, and the value of this key."""
 
     def separators(self) -> Separators:
         return Separators(begin=self.index.bos_id, end=self.index.eos_id)
@@ -83,20 +83,20 @@ class CachedText(ShardSource, Generic[TextConfig]):
         cache.build(self.folder, lambda folder: self.make(folder, report), report=report, is_whole=is_whole)
 
     def tokenizer(self) -> Tokenizer:
-        # A tokenizer that the config names needs no corpus: text may be generated on a machine without the corpus.
+        # A tokenizer that the config names is read from its own file: this works on a machine without the corpus, too.
         return named_tokenizer(self.config) or tokenizers.load(self.folder / str(self.index.tokenizer))
 
     def tokenizer_identity(self) -> object:
-        """All values on which the tokens of a text depend, as plain values."""
+        """Everything on which the tokens of a text depend, as plain values to hash."""
         named = named_tokenizer(self.config)
         return ["trained", self.config.vocab_size] if named is None else named.fingerprint
 
     def check_tokens(self, vocab_size: int) -> None:
-        """Check the rules for the vocabulary of the model, of `vocab_size`, and for document masks."""
+        """Check that the model's vocabulary (`vocab_size`) is large enough, and that document masks are possible."""
         named = named_tokenizer(self.config)
         check_vocab_size(vocab_size, (named or self.config).vocab_size)
         if self.config.document_mask and named is not None:
-            # A tokenizer that is trained here has such tokens.
+            # Check only a named tokenizer: a tokenizer that is trained here has separators.
             cure = "try false, or a tokenizer with such a token"
             check_separators(tokenizers.separators_of(named), whose="the tokenizer", cure=cure)
 
@@ -129,7 +129,7 @@ class PreparedText(CachedText[Files | Stdlib]):
     def check(self, *, seq_len: int, vocab_size: int, validation_sequences: int, **_: int) -> None:
         whole = self.folder.is_dir() and is_whole(self.folder)
         if not whole:
-            # Before the vocabulary: a file without text must give its own error.
+            # Check the corpus before the vocabulary: a file without text must give its own error.
             self.corpus.check()
         self.check_tokens(vocab_size)
         if validation_sequences and not self.config.validation_fraction:
@@ -165,7 +165,7 @@ class TokenFolderSource(ShardSource):
         return fingerprint_of(self.folder, self.index)
 
     def prepare(self, *, report: Report) -> None:
-        # The shards exist; only their tokens are checked, because a wrong index would waste a run.
+        # The shards exist already. Check their tokens, because a wrong index would waste a run.
         from titanlab.data.indexed import check_documents, check_tokens
 
         check_tokens(self.folder, self.index)
@@ -186,7 +186,7 @@ class TokenFolderSource(ShardSource):
 
 
 def named_tokenizer(config: Text) -> Tokenizer | None:
-    """The tokenizer that the config names; None: one is trained."""
+    """The tokenizer that the config names; None: a tokenizer is trained."""
     return None if config.tokenizer is None else tokenizers.load(Path(config.tokenizer))
 
 
@@ -233,7 +233,7 @@ def make_shards(folder: Path, corpus: Corpus, config: Text, *, fingerprint: str,
 
 
 def train_tokenizer(texts: Iterable[str], config: Text, folder: Path, report: Report) -> Tokenizer:
-    """Train a tokenizer in a folder of token shards, and report it."""
+    """Train a tokenizer, write it to a folder of token shards, and report the time."""
     from titanlab.data import new_tokenizer
 
     started, file = time.monotonic(), folder / "tokenizer.model"
@@ -243,7 +243,7 @@ def train_tokenizer(texts: Iterable[str], config: Text, folder: Path, report: Re
     return tokenizers.load(file)
 
 
-# Words in the cures of data=files → the same on the command line.
+# Texts in the cures (advice) of errors about data=files → what to write instead on the command line.
 _CURES = {"data.tokenizer": "--tokenizer", "data.files=": "", "null to train one": "leave it out to train one"}
 
 
@@ -254,7 +254,7 @@ def write_token_shards(
 
     Args:
         files: a file, folder or glob, several separated by `:`; as in `schema.Files`.
-        folder: the folder to make, with its parent; it may exist if it is empty.
+        folder: the folder to make; its parents are made too. It may exist if it is empty.
         how: `tokenizer`, `text_field` and `validation_fraction`, as in `schema.Files`.
 
     Raises:
@@ -286,7 +286,7 @@ def write_token_shards(
             rule = f"cannot be written ({error.strerror or error})"
             raise ConfigError("folder", folder, rule, cure) from error
     except ConfigError as error:
-        # The checks of data=files name config keys; here the values come from the command line.
+        # Name command-line options instead of the config keys that the checks of data=files name.
         if not error.key.startswith("data"):
             raise
         name = error.key.removeprefix("data").lstrip(".") or "files"

@@ -1,12 +1,12 @@
-"""Tokenizers: text to token ids and back, from SentencePiece's and tiktoken's `.model` or an HF `tokenizer.json`.
+"""Tokenizers: text to token ids and back, from SentencePiece's or tiktoken's `.model` or an HF `tokenizer.json`.
 
 A file of tiktoken, such as Llama 3's own `original/tokenizer.model`, has lines of `base64 rank`: the bytes and the rank
-of each token. It has neither the regular expression that splits text first nor the special tokens: both are taken from
-Llama 3's `llama/tokenizer.py`. The tokenizers library does the encoding.
+of each token. The regular expression that first splits text, and the special tokens, are not in the file: both are
+taken from Llama 3's `llama/tokenizer.py`. The tokenizers library does the encoding.
 
-The library matches with Oniguruma, which backtracks: a pattern such as `(a+)+$` can take practically for ever, in
-native code that cannot be interrupted. So patterns are tried in a process with a time limit, except those that are
-known to be harmless. `python -m titanlab.data.tokenizers FILE SECONDS TRIAL_SECONDS` is that process.
+This library matches patterns with Oniguruma, which backtracks: a pattern such as `(a+)+$` can run practically for ever,
+in native code that cannot be interrupted. So patterns are first tried in a process with a time limit, except patterns
+that are known to be harmless. `python -m titanlab.data.tokenizers FILE SECONDS TRIAL_SECONDS` is that process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from titanlab.errors import ConfigError
 from titanlab.system import module_command, parse_json, write_bytes
 
 _MODEL, _JSON, _CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
-# Names the special tokens for a tokenizer_config.json from before 2023, which does not list the added tokens.
+# This file names the special tokens if the tokenizer_config.json is from before 2023 and does not list added tokens.
 _MAP = "special_tokens_map.json"
 _GIVE = f"give a .model or {_JSON}"
 # Name on the hub of the tokenizer file that Meta released with a model.
@@ -46,14 +46,14 @@ ORIGINAL = "original/tokenizer.model"
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _SPACE = "\u2581"
-# Length in characters of the trial's text.
+# The trial's text has runs of one repeated character; this is the length of each run.
 _RUN = 1000
 _PLAIN = "The 1st line, it's naïve: 'x' == \"y\"\n\n  def f(x):\r\n\treturn {x: 中文}\n"
 # A line of tiktoken's files.
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
-# Two letters and a space. A file with fewer tokens is damaged.
+# The fewest tokens that can write text: two letters and a space. A file with fewer tokens is damaged.
 _FEWEST_TOKENS = 3
-# A small vocabulary may have this many ids without a token.
+# A vocabulary may have this many ids without a token, beside one for each token.
 _UNUSED = 1000
 SPECIAL = (
     *("<|begin_of_text|>", "<|end_of_text|>"),
@@ -61,7 +61,7 @@ SPECIAL = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
     *(f"<|reserved_special_token_{number}|>" for number in range(5, 251)),
 )
-# Number of ranks in files of other models, which split text differently: Llama 3's pattern would give wrong tokens.
+# Number of tokens in files of other models. They split text differently: Llama 3's pattern would give wrong tokens.
 _OTHERS = {
     50256: "GPT-2 (r50k_base)",
     50280: "Codex (p50k_base)",
@@ -71,14 +71,14 @@ _OTHERS = {
     199998: "GPT-4o (o200k_base)",
     200000: "Llama 4",
 }
-# Largest length of a token in bytes: time and memory to find its merges grow with the square of its length.
+# Largest length of a token in bytes; time and memory to find the merges of a token grow with the square of its length.
 _LONGEST = 512
-# Time limit of the process: SECONDS, plus one second for every BYTES_PER_SECOND bytes of the tokenizer's file.
+# Time limit of the process that tries patterns: SECONDS, and one second for BYTES_PER_SECOND bytes of the file.
 SECONDS = 30.0
 BYTES_PER_SECOND = 1 << 20
-# CPU seconds for the trial itself; usual expressions take 0.1 s.
+# Limit of CPU seconds for the trial itself; usual patterns take 0.1 s.
 TRIAL_SECONDS = 2.0
-# Exit code of the process if Oniguruma has reached its own limit on backtracking.
+# Exit code of this process if Oniguruma has reached its own limit on backtracking.
 GIVEN_UP = 3
 # Llama 3's pattern, from its `llama/tokenizer.py`.
 PATTERN = (
@@ -96,21 +96,21 @@ KNOWN = frozenset(
         # cl100k: https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py
         PATTERN.replace(r"\s*[\r\n]+|", r"\s*[\r\n]|"),
         PATTERN.replace(_CONTRACTIONS, r"'(?i:[sdmt]|ll|ve|re)"),
-        # DeepSeek and other models first split the text with these.
+        # DeepSeek and other models first split the text with these patterns.
         *(r"\p{N}{1,3}", r"\p{N}", r"[0-9]", r"\d", r"[\r\n]", r"\s", r" ", r" {2,}", r"\s+"),
     ]
 )
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back.
+    """Turns text into token ids and back.
 
     Attributes:
-        vocab_size: every id is below it.
-        bos_id: begins a document; None if the tokenizer has no such token, or never adds it to a text.
-        eos_id: ends a document; None where the tokenizer has no such token.
-        fingerprint: hash of the tokenizer's file, 32 hexadecimal digits.
-        file: the tokenizer's file, which may have files beside it that name its special tokens.
+        vocab_size: every id is below this number.
+        bos_id: the token that begins a document; None: the tokenizer has no such token, or never adds it to a text.
+        eos_id: the token that ends a document; None: the tokenizer has no such token.
+        fingerprint: a hash of all that decides the tokens, 32 hexadecimal digits.
+        file: the tokenizer's file; files beside it may name its special tokens.
     """
 
     vocab_size: int
@@ -121,7 +121,7 @@ class Tokenizer(Protocol):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: adds no special tokens, and encodes their names as plain text."""
+        """Ids of the text alone: no special tokens are added, and their names in the text are encoded as plain text."""
 
     @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
@@ -129,13 +129,13 @@ class Tokenizer(Protocol):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out; incomplete characters become U+FFFD."""
+        """The text of ids without special tokens; an incomplete character becomes U+FFFD."""
 
 
 def find(path: Path, key: str = "data.tokenizer") -> Path:
     """The tokenizer's file at a path, which may be a folder that contains one."""
     if path.is_dir():
-        # The JSON first: the .model of a folder from the hub may have a format that SentencePiece cannot read.
+        # Look for the JSON first: a .model from the hub may have a format that SentencePiece cannot read.
         for name in (_JSON, _MODEL, ORIGINAL):
             if (path / name).is_file():
                 return path / name
@@ -161,7 +161,7 @@ def load(path: Path, key: str = "data.tokenizer") -> Tokenizer:
 
 
 def content_of(path: Path) -> bytes:
-    """The bytes of a tokenizer's file, without the byte order mark that an editor may have put before them."""
+    """The bytes of a tokenizer's file, without the byte order mark that an editor may have added."""
     return path.read_bytes().removeprefix(codecs.BOM_UTF8)
 
 
@@ -174,14 +174,14 @@ def keep(file: Path, folder: Path) -> str:
     beside = [(file.with_name(other), folder / other) for other in (_CONFIG, _MAP)]
     for source, target in ((file, folder / name), *beside):
         if source.is_file() and source != target:
-            # Do not copy permissions: files in the hub's cache may be read-only. Replaces a link instead of following
-            # it.
+            # Do not copy permissions, because files in the hub's cache may be read-only. If the target is a link, this
+            # replaces the link and does not follow it.
             write_bytes(target, content_of(source))
     return name
 
 
 def separators_of(tokenizer: Tokenizer) -> Separators:
-    """The tokens around each document; a token that both begins and ends documents comes once, at the end."""
+    """The tokens around each document; if the same token begins and ends documents, it is added only at the end."""
     begin = None if tokenizer.bos_id == tokenizer.eos_id else tokenizer.bos_id
     return Separators(begin=begin, end=tokenizer.eos_id)
 
@@ -250,7 +250,7 @@ class SentencePieceTokenizer:
         return token if self._model.id_to_piece(token) == name else None
 
     def _bytes_of_space(self) -> list[int]:
-        """Byte tokens of U+2581, which SentencePiece would read as a space; [] if the model alters spaces anyway."""
+        """Tokens of the bytes of U+2581, which SentencePiece would take for a space; [] if the model alters spaces."""
         pieces = self._model.encode("a", out_type=str)
         if self._model.decode(self._model.encode("  a ")) != "  a " or not pieces or pieces[0].startswith(_SPACE):
             return []
@@ -262,7 +262,7 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face tokenizers library.
 
     Attributes:
-        lacking: role and name of each special token that the files beside it name but its vocabulary lacks.
+        lacking: role and name of each special token that files beside the JSON name but the vocabulary lacks.
     """
 
     lacking: dict[str, str]
@@ -274,9 +274,9 @@ class HuggingFaceTokenizer:
         self._model.no_truncation()
         self._model.no_padding()
         if isinstance(self._model.model, tokenizers.models.BPE):
-            # Dropout merges at random: a text would get other tokens each time.
+            # Disable BPE dropout, which merges at random: a text would get other tokens each time.
             self._model.model.dropout = None
-        # Text that looks like a special token is encoded as text.
+        # Encode text that looks like a special token as text.
         self._model.encode_special_tokens = True
         vocabulary: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
         check_vocabulary(vocabulary, description, path, key)
@@ -290,7 +290,7 @@ class HuggingFaceTokenizer:
         self.fingerprint = _fingerprint(content + f"{tokens.begin} {tokens.end}".encode())
 
     def _read(self, content: bytes, *, tried: bool) -> tuple[Any, Any]:
-        """The library's tokenizer, and the content of the tokenizer.json, None for other formats."""
+        """The library's tokenizer, and the content of the tokenizer.json (None for other formats)."""
         tokenizers: Any = importlib.import_module("tokenizers")
         with self._refusing(f"is not a {_JSON}", f"give the {_JSON} of a model, or a .model"):
             text = content.decode()
@@ -300,7 +300,7 @@ class HuggingFaceTokenizer:
             return tokenizers.Tokenizer.from_str(text), description
 
     def _adds(self, token: int) -> bool:
-        """Whether the post-processor of the file puts a token before every text."""
+        """Whether the file's post-processor puts this token before every text."""
         with self._refusing("cannot encode the text"):
             return list(self._model.encode("").ids[:1]) == [token]
 
@@ -308,7 +308,7 @@ class HuggingFaceTokenizer:
     def _refusing(self, rule: str, cure: str = "give the tokenizer of another model") -> Iterator[None]:
         try:
             yield
-        # The library raises plain Exception; a panic in its Rust code is a BaseException only.
+        # The library raises plain Exception; a panic in its Rust code raises a subclass of BaseException only.
         except BaseException as error:
             known = isinstance(error, Exception) or type(error).__name__ == "PanicException"
             if isinstance(error, ConfigError) or not known:
@@ -344,12 +344,12 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
             rule = f"is in tiktoken's format and has the {len(ranks):,} ranks of {_OTHERS[len(ranks)]}"
             only = "only Llama 3's can be read"
             raise ConfigError(self._key, self.file, f"{rule}; {only}", f"give the {_JSON} of that model")
-        # The library's tokens are strings: as in GPT-2, one character stands for each byte.
+        # Tokens of the library are strings, in which each byte is one character, as in GPT-2.
         characters = _characters()
         texts = {token: "".join(characters[byte] for byte in token) for token in ranks}
         merges = []
         for token in ranks:
-            # Like tiktoken, merge any two tokens whose bytes together are this token's.
+            # Like tiktoken, allow to merge any two tokens whose bytes joined are this token's bytes.
             parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
             known = [(ranks[one], ranks[two], one, two) for one, two in parts if one in ranks and two in ranks]
             merges += [(texts[one], texts[two]) for _, _, one, two in sorted(known)]
@@ -363,7 +363,7 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
         return model, None
 
     def _adds(self, token: int) -> bool:
-        """The format has no post-processor; the one in the model's `tokenizer.json` adds the token."""
+        """True: the format has no post-processor, and the one in the model's `tokenizer.json` adds the token."""
         return True
 
     def save_json(self, path: Path) -> None:
@@ -372,7 +372,7 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
-    """Rank of each token, in the order of the ranks 0, 1, 2 …"""
+    """The tokens of the file with their ranks, which must be 0, 1, 2 … in the file's order."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
@@ -395,7 +395,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
 
 
 def _characters() -> list[str]:
-    """GPT-2's character for each byte: a printable byte keeps its character, the others get characters from 256 on."""
+    """GPT-2's character for each byte: printable bytes have their own character, the others get characters from 256."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in plain]
     return [chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in range(256)]
@@ -426,9 +426,9 @@ def _special_tokens(
     """The tokens that begin and end a document, and by role the names of declared tokens that the vocabulary lacks.
 
     Args:
-        usual: usual names, for a role that is not declared.
-        adds_begin: whether transformers puts a declared token before a text. `add_bos_token` overrules this, as in
-            transformers 4. `add_eos_token` is ignored: some token must separate documents.
+        usual: the tokens with usual names, for roles that `declared` does not have.
+        adds_begin: tells whether transformers puts a declared token before a text. An entry `add_bos_token` overrules
+            this, as in transformers 4. `add_eos_token` is ignored, because some token must separate documents.
     """
     roles = ("bos_token", "eos_token")
     names = {role: name for role in roles if (name := _name(declared.get(role))) is not None}
@@ -443,14 +443,14 @@ def _special_tokens(
 
 
 def _name(declared: Any) -> str | None:
-    """The text of a declared token; None: there is no such token."""
-    # In older files the token is an object.
+    """The text of a declared token; None: no token is declared."""
+    # In older files the token is an object whose `content` is the text.
     name = declared.get("content") if isinstance(declared, dict) else declared
     return name if isinstance(name, str) else None
 
 
 def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path, key: str) -> None:
-    """Check that no two tokens share an id, that few ids are unused, and that the vocabulary agrees with its file.
+    """Check that no two tokens share an id, that few ids are unused, and that added tokens have the file's ids.
 
     Args:
         vocabulary: id of each token, as the tokenizers library has read it.
@@ -458,7 +458,7 @@ def check_vocabulary(vocabulary: Mapping[str, int], description: Any, path: Path
     """
     check_size(len(vocabulary), path, key)
     again = "fetch the file again"
-    # The library gives added tokens new ids if their ids do not follow those of the other tokens.
+    # The library gives added tokens new ids if their ids do not follow the ids of the other tokens.
     for token in (description or {}).get("added_tokens", []):
         name, declared, actual = token["content"], token["id"], vocabulary.get(token["content"])
         if actual != declared:
@@ -484,12 +484,12 @@ def _fingerprint(content: bytes) -> str:
 
 
 def unknown_patterns(description: Any) -> list[str]:
-    """Regular expressions in a `tokenizer.json` that are not known to be harmless."""
+    """The regular expressions in a `tokenizer.json` that are not known to be harmless."""
     return sorted({pattern for pattern in _patterns(description) if pattern not in KNOWN})
 
 
 def _patterns(node: Any) -> Iterator[str]:
-    # Skip the vocabulary and the added tokens: many entries, and no patterns.
+    # Skip the vocabulary and the added tokens: they have many entries and no patterns.
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         if key == "Regex" and isinstance(value, str):
             yield value
@@ -498,17 +498,17 @@ def _patterns(node: Any) -> Iterator[str]:
 
 
 def try_patterns(path: Path, key: str, patterns: Sequence[str]) -> None:
-    """In another process, read a `tokenizer.json` and encode and decode text on which regular expressions are slow.
+    """Start a process that reads a `tokenizer.json`, and encodes and decodes text that takes bad patterns very long.
 
     Raises:
-        ConfigError: the process crashes, or an expression takes too long. Other errors are raised when this process
-        reads the file.
+        ConfigError: the process crashes, or a pattern takes too long. Other errors of the file are not raised here, but
+        when the file is read in this process.
     """
     seconds = SECONDS + path.stat().st_size / BYTES_PER_SECOND
     code = subprocess.run(
         [*module_command("titanlab.data.tokenizers"), str(path.absolute()), str(seconds), str(TRIAL_SECONDS)],
         stdin=subprocess.DEVNULL,
-        # The library writes a long message about each match on which Oniguruma gives up.
+        # Drop the library's long message about each match on which Oniguruma gives up.
         stderr=subprocess.DEVNULL,
         env={**os.environ, "RUST_BACKTRACE": "0"},
         check=False,
@@ -533,7 +533,7 @@ def probe(tokenizer: Tokenizer, patterns: Sequence[str]) -> None:
     text = _PLAIN + "!".join([*runs, string.ascii_letters * 10, string.punctuation * 10])
     ids = list(range(min(tokenizer.vocab_size, _RUN)))
     with _ending_if_given_up():
-        # A tokenizer that cannot encode this text is not faulty: its corpus may not contain such text.
+        # Ignore other errors: a tokenizer may be unable to encode this text, and its corpus may have no such text.
         ids = tokenizer.encode(text)
     with _ending_if_given_up():
         tokenizer.decode(ids)
@@ -545,19 +545,19 @@ def _ending_if_given_up() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        # The tokenizers library reports it as a panic.
+        # The tokenizers library reports the limit as a panic with this text.
         if "retry-limit" in str(error.__cause__):
             sys.exit(GIVEN_UP)
 
 
 def main() -> None:
-    """Run the trial. The kernel ends this process when its time is over, also in native code."""
+    """Run the trial in this process, which the kernel ends when its time is over, also in native code."""
     path, seconds, trial_seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     signal.setitimer(signal.ITIMER_REAL, seconds)
     content = content_of(path)
     with _ending_if_given_up():
         tokenizer = HuggingFaceTokenizer(path, content, "", tried=True)
-        # CPU time of all cores together, so that other load on the machine does not shorten the trial.
+        # Limit the CPU time of all threads, not the time of day, so that other load does not shorten the trial.
         signal.setitimer(signal.ITIMER_PROF, trial_seconds)
         probe(tokenizer, unknown_patterns(json.loads(content)))
 

@@ -1,4 +1,4 @@
-"""Assembly: from a recipe to one function that trains a step; only this module combines techniques.
+"""Builds from a recipe the model and one function that trains a step. Only this module combines techniques.
 
 The order of building a model, or a stage of a pipeline, matters: meta → precision → tensor → context → expert → ac →
 compile → shard → materialise → initial values.
@@ -61,7 +61,7 @@ from titanlab.train.totals import Balance
 
 
 class Sums(NamedTuple):
-    """One rank's summands of a step's totals; zero on ranks whose loss another rank reports.
+    """What one rank adds to a step's totals; both numbers are 0 on a rank whose loss another rank reports.
 
     loss_sum: float32 scalar, cross-entropy summed over the valid labels
     tokens: number of those labels
@@ -77,11 +77,11 @@ class Assembled:
 
     Attributes:
         model: a module that has all parameters of this rank, named as in the model's account.
-        to_device: copies this rank's part of the batch of its data-parallel rank to its device.
+        to_device: takes the batch of this rank's data-parallel rank, and copies this rank's part of it to the device.
         forward_backward: runs all microbatches of a step; the gradients are those of
             loss_sum / recipe.tokens_per_step · loss scale, summed over data-parallel ranks.
         loss_scale: the loss scale; it also runs the optimizer's step, or skips it.
-        evaluate: returns the same sums without gradients, for up to `evaluation_rows` sequences.
+        evaluate: returns the sums of up to `evaluation_rows` sequences, without computing gradients.
         after_update: has to be called when parameters have changed, and before the first step.
         after_first_step: has to be called by all ranks after the process's first `forward_backward`; raises
             ConfigError if a technique of the recipe did not take effect.
@@ -101,16 +101,16 @@ class Assembled:
     messages: Callable[[], Messages | None] = lambda: None
 
     def restore(self, position: Position) -> None:
-        """Go on from a position, once the model has the parameters of that position."""
+        """Continue from a position; the model must have the parameters of that position already."""
         self.loss_scale.restore(position.loss_scale)
         self.balance.restore(position.routing)
         self.after_update()
 
 
 class _Runner(NamedTuple):
-    """This rank's stages of the model, and the functions that run a step on them and return the sum of its losses.
+    """This rank's stages of the model, and functions that run a step on these stages and return its sum of losses.
 
-    scale: factor of the loss before its backward
+    scale: the loss is multiplied by it before the backward pass
     """
 
     model: nn.Module
@@ -129,14 +129,14 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
     if recipe.parallelism.async_tensor and recipe.compile.blocks:
         from titanlab.techniques.compile.compiler import FusionCheck
 
-        # Created before compilation.
+        # The check must exist before the model is compiled.
         after_first_step = functools.partial(FusionCheck().check_fused, world.gather)
     precision = recipe.precision.implementation()
     loss_scale = precision.loss_scale(world.device)
     if recipe.training.on_nan == "skip":
         loss_scale = SkipBadSteps(loss_scale, limit=recipe.training.nan_limit, device=world.device)
     run = (_pipelined if recipe.layout.pipeline > 1 else _single)(recipe, world, mesh, loss_scale, phase)
-    # Without expert parallelism all ranks of the tensor axis route the same tokens.
+    # Without expert parallelism all ranks of the tensor axis route the same tokens, so only one of them counts tokens.
     routes_own = recipe.layout.expert > 1
     with world.without_data or contextlib.nullcontext():
         balance = Balance(
@@ -179,12 +179,12 @@ def assemble(recipe: Recipe, world: World, mesh: Mesh, *, phase: Phase = nothing
 
 
 def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, phase: Phase) -> _Runner:
-    """Build the whole model."""
+    """Build the whole model on this rank (there is no pipeline), and the functions that run a step."""
     stage = build_stage(recipe, world, mesh)
-    # Without positions a model counts 0, 1, …, which is correct for whole sequences.
+    # A model that gets no positions numbers its tokens 0, 1, …, which is correct for whole sequences.
     positions = positions_of(recipe, world, mesh) if recipe.layout.context > 1 else None
-    # All ranks know this constant. Dividing by it here keeps gradients small in low precision; the loop corrects
-    # them exactly if fewer labels were valid.
+    # All ranks know tokens_per_step. Dividing the loss by it keeps gradients small in low precision. If fewer labels
+    # were valid, the training loop corrects the gradients exactly.
     scale = loss_scale.multiplier(stage.sharded.divides_by / recipe.tokens_per_step)
     loss = _loss(recipe, mesh, stage.model, scale)
     size = recipe.microbatch
@@ -204,7 +204,7 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
                 with phase("backward"):
                     (part * scale).backward()
             part = graphs.kept(part.detach())
-            # If every microbatch reduces, gradients have their own memory, and the reduction may still be writing it.
+            # No copy if every microbatch reduces: gradients have their own memory then, and may still be written to.
             if start == 0 and size < count and not recipe.reduces_each:
                 graphs.keep_gradients(stage.model.parameters())
             total = part if total is None else total + part
@@ -217,7 +217,7 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
         evaluation_graphs.begin()
         tokens, labels = batch.tokens, batch.labels
         if recipe.layout.tensor > 1 or recipe.compile.compiles:
-            # Fill up to a full microbatch: its tokens are divisible by the ranks, and compiled code exists for its
+            # Pad to a full microbatch: the tensor axis divides its number of tokens, and compiled code exists for its
             # shape.
             missing = size - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
@@ -234,7 +234,7 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
 
 def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, phase: Phase) -> _Runner:
     """Build this rank's stages of the pipeline, and the schedule that runs them."""
-    # Imported here: it takes 0.5 s, and only pipelines need it.
+    # Imported here, because the import takes 0.5 s and only pipelines need it.
     from titanlab.parallelism import Pipeline
 
     ranks, this_rank = recipe.layout.pipeline, mesh.coordinate("pipeline")
@@ -284,7 +284,7 @@ def _pipelined(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, 
 
 
 def _loss(recipe: Recipe, mesh: Mesh, model: nn.Module | None, scale: float | torch.Tensor) -> Loss:
-    """The loss of a model whose last piece is on this rank; None: another rank has it, and the loss is not called."""
+    """The loss function; `model` None: the model's last piece is on another rank, so this rank never calls the loss."""
     compiled = recipe.compile.implementation().compile_loss
     if recipe.loss_chunk and model is not None:
         columns, gathered = Columns(), None
@@ -321,7 +321,7 @@ class StepBatch(NamedTuple):
     documents: Packed | None = None
 
     def places(self, rows: slice, positions: torch.Tensor | None) -> tuple[torch.Tensor | HostStarts | None, ...]:
-        """The arguments of a model's forward after the tokens; `positions` are used if there are no documents."""
+        """The arguments that a model's forward takes after the tokens: `positions`, unless the batch has documents."""
         return (positions,) if self.documents is None else self.documents.arguments(rows)
 
 
@@ -336,7 +336,7 @@ def positions_of(recipe: Recipe, world: World, mesh: Mesh) -> torch.Tensor:
 def to_device_of(recipe: Recipe, world: World, mesh: Mesh, *, reports_loss: bool) -> Callable[[Batch], StepBatch]:
     """The function that copies this rank's part of a batch to its device."""
     chosen = positions_of(recipe, world, mesh).cpu() if recipe.layout.context > 1 else None
-    # The data need not exist yet: a trace of a step has none.
+    # Read the separators at their first use: if a step is only traced, there is no data.
     separators = functools.cache(functools.partial(source.separators, recipe.data))
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -366,8 +366,8 @@ _ROW, _SKIPPED = "bad_row", "bad_skipped"
 class SkipBadSteps(LossScale):
     """A loss scale that takes no step if the gradient is not finite, up to `limit` times in a row.
 
-    An overflow that the precision's own loss scale tolerates is not a bad step if the loss is finite: the step is
-    skipped as without this policy, and not counted.
+    If the precision's own loss scale tolerates an overflow, and the loss is finite, the step is not bad: the
+    precision's loss scale skips it, and it does not count here.
     """
 
     def __init__(self, inner: LossScale, *, limit: int, device: torch.device) -> None:
@@ -392,7 +392,7 @@ class SkipBadSteps(LossScale):
         self._inner_skips = fields is not None
         if fields is None:
             fields = torch.tensor([math.nan, 0.0, 0.0], dtype=torch.float64, device=norm.device)
-        # A smaller scale can remove an overflow of gradients, but not of the loss.
+        # A smaller scale can cure gradients that overflow, but not a loss that is not finite.
         self._bad = ~finite & ((fields[2] == 0) | self._is_lost)
         self._row = torch.where(self._bad, self._row + 1, torch.where(finite, 0, self._row))
         self._skipped = self._skipped + self._bad
@@ -433,7 +433,7 @@ class Stage:
 
     @property
     def expert_factor(self) -> float:
-        """FSDP2's divisor of other gradients relative to that of experts' gradients.
+        """FSDP2's divisor of other parameters' gradients, divided by its divisor of experts' gradients.
 
         FSDP2 divides by the ranks over which it sums: replicate · shard · context, and for experts replicate · shard ·
         context · tensor / expert.
@@ -471,7 +471,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         check_attention(model, account, seq_len=recipe.training.seq_len, context=layout.context)
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
     experts = spread_experts(model, mesh.expert_axis) if layout.expert > 1 else []
-    # Without a backward pass nothing is recomputed, and a compiler refuses to recompute in a forward pass alone.
+    # Idle blocks have no backward pass, so they need no recomputation, and a compiler would refuse it.
     trained = {index: block for index, block in model.layers.items() if block_name(index) not in recipe.account.idle}
     recipe.ac.implementation().apply({int(index): block for index, block in trained.items()})
     recipe.compile.implementation().compile_blocks(
@@ -479,7 +479,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         async_group=mesh.axis("tensor").get_group() if config.async_tensor else None,
         memory_budget=recipe.ac.compiler_budget(),
     )
-    # After the steps that replace parameters, and before FSDP2 and DDP read which ones are trained.
+    # Freeze here: the steps above replace parameters, and FSDP2 and DDP below read which parameters are trained.
     for name in recipe.account.frozen.intersection(named := dict(model.named_parameters())):
         named[name].requires_grad = False
     sharded = _apply_data_parallelism(model, recipe, world, mesh, experts)
@@ -546,7 +546,7 @@ def thin(model: LanguageModel, pieces: Sequence[str], kept: Sequence[str]) -> No
 
 
 def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
-    """A module with the given pieces of several stages, under their names in the whole model."""
+    """One module with pieces of several stages, each under its name in the whole model; owners: piece → its stage."""
     whole = nn.Module()
     for piece, stage in owners.items():
         container, _, key = piece.rpartition(".")
@@ -558,7 +558,7 @@ def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New floating-point tensors have this dtype by default inside the block."""
+    """Inside the `with` statement, new floating-point tensors have this dtype by default."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,8 +1,8 @@
-"""Conformance: whether a model agrees with its account, for the tests of new models.
+"""Conformance: for tests of new models, compares a model's module with the model's account.
 
     assert faults(MyModel(dim=64, layers=3, …)) == []
 
-This starts no processes; `titanlab.prove.parity` shows whether a model trains equally in every layout.
+The comparison starts no processes; `titanlab.prove.parity` shows whether a model trains equally in every layout.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from titanlab.techniques.model.language_model import LanguageModel, shapes_only
 from titanlab.train.assemble import thin
 from titanlab.train.initialise import initialise
 
-# Relative difference of logits between two ways to call one model: they compute the same sums in the same order.
+# Largest relative difference of logits between two calls of one model that add the same numbers in the same order.
 _ROUNDING = 1e-6
-# Likewise, if the sums are in another order.
+# The same limit for calls that add the numbers in another order.
 _SUMS = 1e-5
 
 
@@ -53,7 +53,7 @@ def faults(config: ModelConfig, *, batch: int = 2, seq_len: int = 16) -> list[st
     values = config.initial_values()
 
     def make_model(kept: tuple[str, ...]) -> LanguageModel:
-        """The model, or some pieces of it, with the same initial values."""
+        """Build the model, or some pieces of it; every call gives the same initial values."""
         with shapes_only():
             made: LanguageModel = builder.build(seq_len=seq_len)
         if kept != account.pieces:
@@ -139,7 +139,7 @@ def _operations(
     batch: int,
     seq_len: int,
 ) -> Iterator[str]:
-    """Compare FLOPs and output shapes of every operation with a module's name, and the total FLOPs."""
+    """Compare FLOPs and output shape of each operation that is named after a module, and the total FLOPs."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, module in model.named_modules():
         module.register_forward_hook(
@@ -158,7 +158,7 @@ def _operations(
     for name, operation in declared.items():
         if name not in shapes:
             continue
-        # A grouped product has the rows of all sequences together.
+        # The output of a grouped product has a single dim for the rows of all sequences.
         rows = (math.prod(operation.output[:-1]), operation.output[-1])
         if shapes[name] != (operation.output if operation.groups == 1 else rows):
             yield f"operations: {name} gives {shapes[name]}, not {operation.output}"
@@ -178,7 +178,7 @@ def _operations(
 def _per_token(
     account: ModelAccount, block: list[Operation], edges: list[Operation], *, batch: int, seq_len: int
 ) -> Iterator[str]:
-    """The convention's FLOPs must be three forward passes, plus six per scalar of vectors, which need no matmul."""
+    """FLOPs by the convention must be three forward passes, plus six for each element of a vector (not in a matmul)."""
     forward = account.layers * forward_flops(block) + forward_flops(edges)
     vectors = sum(math.prod(shape) for shape in account.parameters.values() if len(shape) < 2)
     from_operations = 3 * forward // (batch * seq_len) + 6 * vectors
@@ -201,7 +201,7 @@ def _documents(model: LanguageModel, account: ModelAccount, *, batch: int, seq_l
 
 
 def _stages(make_model: Any, account: ModelAccount, *, batch: int, seq_len: int) -> Iterator[str]:
-    """The model must compute the same when it is cut before any piece; a model with a tied head is not cut."""
+    """The model must give the same logits if it is cut in two before any piece; one with a tied head is not cut."""
     tokens = torch.arange(batch * seq_len).view(batch, seq_len) % account.vocab_size
     positions = torch.arange(seq_len)
     with torch.no_grad():
@@ -216,7 +216,7 @@ def _stages(make_model: Any, account: ModelAccount, *, batch: int, seq_len: int)
             try:
                 hidden = make_model(account.pieces[:cut])(tokens, positions)
                 after = make_model(account.pieces[cut:])(hidden, positions)
-            # A stage that needs a missing piece may raise anything.
+            # A stage that needs a missing piece may raise any exception.
             except Exception as error:
                 yield f"pieces: cut before {name}, the model fails ({type(error).__name__}: {error})"
                 continue

@@ -1,11 +1,11 @@
-"""Weights in checkpoints of titanlab, and folders of torch.distributed.checkpoint: read as data, and written.
+"""Reads the weights in titanlab's checkpoints; reads and writes folders of torch.distributed.checkpoint (DCP).
 
-`export --format dcp` and torchtitan write such folders.
+`export --format dcp` and torchtitan write DCP folders.
 
 `.metadata` is a pickle, a program that can call functions of any module, and `FileSystemReader.read_metadata` runs it.
 A folder may come from an untrusted source. Here every name in the pickle becomes a class that records its arguments,
-and names that are not on the list are refused. Nothing is imported, and the pickle can change only classes that exist
-for one reading. Then the type and range of each value are checked. This can go when torch's checkpoints have no pickle.
+and names that are not on the list are refused. Nothing is imported, and the pickle can change only classes that are
+made for this reading. Then each value's type and range are checked. When DCP uses no pickle, this code can go.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from titanlab.system import refusal, write_bytes
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.train.weights import DTYPES, TensorEntry, WeightsSource, biases_of
 
-# The metadata of a checkpoint of 405B parameters over 512 ranks has about a fifth of this size.
+# Largest size of the metadata: about five times that of a checkpoint of 405B parameters over 512 ranks.
 MOST_BYTES = 1 << 30
 _CURE = "give a checkpoint that titanlab has saved, from a source that you trust"
 _TYPES, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -62,9 +62,9 @@ _NAMES = frozenset(
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         *(("torch", name) for name in ITEM_BYTES),
-        # The path of the checkpoint; the module's name depends on the version of Python.
+        # The checkpoint's path is such an object; the name of its module depends on the version of Python.
         *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-        # Python before 3.12 writes a member of an enumeration as getattr(class, name). Nothing calls it here.
+        # Python before 3.12 writes a member of an enumeration as getattr(class, name). Here getattr is never called.
         ("builtins", "getattr"),
     ]
 )
@@ -75,10 +75,10 @@ class _Unreadable(ValueError):
 
 
 class _Recorded:
-    """Stands for an object that a pickle would create; a name that is not called, such as a dtype, stays a class.
+    """A subclass stands for a name in the pickle, an instance for a call of that name; a dtype is a name without call.
 
     Attributes:
-        name: of the class or function, without its module.
+        name: name of the class or function, without its module.
         state: argument of `__setstate__`; if it is a mapping, its items become attributes too.
     """
 
@@ -99,7 +99,7 @@ class _Unpickler(pickle.Unpickler):
         self._classes: dict[tuple[str, str], type] = {("torch", "Size"): tuple}
 
     def find_class(self, module: str, name: str) -> type:
-        """Called by every opcode that imports."""
+        """Called for each name that the pickle imports."""
         if (module, name) not in _NAMES:
             raise _Unreadable(f"asks for {module}.{name}, which could run code")
         # A new class for each reading: the pickle cannot change a class for later readings.
@@ -127,7 +127,7 @@ class _Index(msgspec.Struct):
 
 
 class _StoredAt(msgspec.Struct):
-    """The place of an entry's bytes."""
+    """Where the bytes of an entry are: the file, and the range in it."""
 
     relative_path: str
     offset: _Count
@@ -150,15 +150,15 @@ class _Place(NamedTuple):
 
 
 class DcpChunks:
-    """Reads what torch.save has written to ranges of the files of a folder."""
+    """Reads tensors and values that torch.save has written; each is a range of bytes in a file of a folder."""
 
     def __init__(self, folder: Path, key: str, paths: Sequence[str]) -> None:
         self._folder, self._key, self.paths = folder, key, paths
-        # The chunk that was read last, because tensors are read a box at a time.
+        # Keep the last chunk: a tensor is read a box at a time, and a chunk can hold many boxes.
         self._last: dict[_Place, Any] = {}
 
     def __call__(self, file: int, start: int, size: int) -> Any:
-        """The tensor or the value; errors of the machine pass unchanged.
+        """The tensor or value in a range of a file; errors of the disk or of memory pass unchanged.
 
         Raises:
             DamagedCheckpoint: the file is missing or damaged, or asks for a name that no tensor needs.
@@ -177,7 +177,7 @@ class DcpChunks:
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            # Damaged bytes can raise any exception; torch's message about a refused name has ten lines.
+            # Damaged bytes can raise any exception. Keep the reason short: torch writes ten lines about a refused name.
             reason = f"{type(error).__name__}: a file is damaged, or asks for more than tensors"
             raise self._unreadable(reason) from error
         return self._last[place]
@@ -191,7 +191,7 @@ def dcp_contents(checkpoint: Path, key: str, saved: SavedPosition | None = None)
     """Read the metadata of a folder without running code in it.
 
     Args:
-        saved: the position if the folder has no position.json; None: it is one of `export --format dcp`.
+        saved: the position to use if the folder has no position.json; None: `export --format dcp` wrote the folder.
 
     Raises:
         DamagedCheckpoint: a file is missing, damaged or too large, or asks for a name that no checkpoint needs.
@@ -222,14 +222,14 @@ def dcp_contents(checkpoint: Path, key: str, saved: SavedPosition | None = None)
 
 
 def _places(whole: _Whole) -> tuple[list[str], dict[tuple[str, tuple[int, ...] | None], _Place]]:
-    """The names of the files, and the place of each chunk and of each object, by name and offsets."""
+    """The names of the files, and where each chunk and object is, by its name and offsets."""
     numbers: dict[str, int] = {}
     places = {}
     for index, place in whole.storage_data.items():
         at = msgspec.convert(index, _Index, from_attributes=True)
         stored = msgspec.convert(place, _StoredAt, from_attributes=True)
         file = stored.relative_path
-        # The file is opened later: it must be inside the checkpoint's folder. PurePath accepts ".." as a name.
+        # The file is opened later, so its name must not lead out of the folder. PurePath accepts ".." as a name.
         if file in ("", "..") or PurePath(file).name != file or "\0" in file:
             raise _Unreadable("is damaged (it lacks the name of a file beside it)")
         number = numbers.setdefault(file, len(numbers))
@@ -268,7 +268,7 @@ def _entries(
     return tensors, objects
 
 
-# Prefixes of parameters' names: in titanlab's checkpoints, and in torchtitan's.
+# The prefix of parameters' names in titanlab's checkpoints, and that in torchtitan's.
 PREFIXES = ("model.", "")
 
 
@@ -317,7 +317,7 @@ class CheckpointSource(WeightsSource):
     """The weights in a checkpoint; it needs no process group.
 
     Attributes:
-        prefix: of the parameters' names.
+        prefix: the prefix of the parameters' names in the checkpoint.
     """
 
     contents: Contents
@@ -332,7 +332,7 @@ class CheckpointSource(WeightsSource):
 
 
 class _ReadingPlanner(dcp.DefaultSavePlanner):
-    """Plans by shapes alone; reads each tensor only when it is written.
+    """A planner for DCP's save: it plans by shapes alone, and reads each tensor only when the tensor is written.
 
     Args:
         names: name of each tensor in the checkpoint, by its name in the folder that is written.
@@ -352,11 +352,11 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES
     """Write `.metadata`, `*.distcp` and `position.json` into a new folder.
 
     The names of the entries are `model.…` and `optimizer.state.….…`. The folder can be given to
-    `checkpoint.load_from`; it has no states of generators.
+    `checkpoint.load_from`; it has no states of random generators.
 
     Args:
-        prefix: of the parameters' names; empty: as torchtitan names them. A folder without a prefix has no
-            position.json, and `titanlab import` reads it.
+        prefix: the prefix of the parameters' names in the folder; empty, as torchtitan names them: the folder gets no
+            position.json, and is for `titanlab import`.
 
     Raises:
         ConfigError: the checkpoint is damaged.
@@ -380,7 +380,7 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES
                 no_dist=True,
             )
         except dcp.CheckpointException as error:
-            # One process writes, so there is one failure; if the disk is full, native code raises a RuntimeError.
+            # One process writes, so there is only one failure. On a full disk native code raises a RuntimeError.
             failure: BaseException = next((failure for failure, _ in error.failures.values()), error)
             raise ((refusal(into) if isinstance(failure, RuntimeError) else None) or failure) from error
     if prefix != PREFIXES[0]:

@@ -22,7 +22,7 @@ from titanlab.train.initialise import fill
 from titanlab.train.totals import set_biases
 from titanlab.train.weights import CONTEXT, WeightsSource, is_hf_folder, is_weights_folder, open_folder
 
-# The largest context in tokens: all tokens are computed again for each new token, and a folder may allow 131,072.
+# Limit of the context in tokens: each new token recomputes the whole context, and a folder may allow 131,072 tokens.
 _MOST_CONTEXT = 4096
 
 
@@ -40,13 +40,13 @@ def generate(
     """Sample text after the prompt; yields it piece by piece.
 
     Args:
-        run: folder of a run, whose latest checkpoint is used, or of weights: imported, or Hugging Face's.
+        run: the folder of a run, whose latest checkpoint is used; or a folder of weights, imported or Hugging Face's.
         tokens: largest number of tokens to sample; an end-of-text token ends earlier.
         temperature: 0 takes the likeliest token every time.
         top_k: sample only among this many likeliest tokens; 0: among all.
 
     Raises:
-        ConfigError: no checkpoint, or data without a tokenizer.
+        ConfigError: the run has no checkpoint, or its data has no tokenizer.
     """
     source = open_folder(run, "run")
     tokenizer = tokenizers.load(_tokenizer_folder(run), "run")
@@ -65,7 +65,7 @@ def generate(
     if not (begin or ids):
         raise ConfigError("--prompt", prompt, "is empty, and this tokenizer has no beginning of text", "give a prompt")
     generator = torch.Generator(world.device).manual_seed(seed)
-    # Decoded together with the prompt: alone, the first word would lose the space before it.
+    # Decode new tokens together with the prompt: decoded alone, their first word would lose the space before it.
     shown = len(tokenizer.decode(ids))
     for _ in range(tokens):
         context = [*begin, *ids][-seq_len:]

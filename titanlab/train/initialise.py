@@ -27,8 +27,8 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _CUT = 3.0  # standard deviations at which the normal is truncated
-# Elements that are filled at a time, each with 20 bytes of temporary memory: on a CPU they fit its cache; on an
-# accelerator they are many enough to make kernel launches cheap (84 MB).
+# Number of elements that are filled at a time; each needs 20 bytes of temporary memory. On a CPU this memory fits the
+# cache; on an accelerator (84 MB) the number is large enough to make kernel launches cheap.
 _CHUNK_CPU = 1 << 16
 _CHUNK_ACCELERATOR = 1 << 22
 # Prefixes that torch.compile and activation checkpointing add to parameter names.
@@ -100,9 +100,9 @@ def _fill_box(local: Tensor, std: float, state: int, strides: Sequence[int]) -> 
     """Fill a box of the full tensor, a bounded number of elements at a time.
 
     Args:
-        local: the box; scalars count as one element.
+        local: the box; a scalar counts as a box of one element.
         state: the state of the box's first element.
-        strides: of the full tensor, in elements.
+        strides: strides of the full tensor, in elements.
     """
     if local.dim() == 0:
         local, strides = local.reshape(1), [1]

@@ -1,4 +1,4 @@
-"""Weights that are written: the folders of `titanlab import` and `titanlab export`, and the origin of the weights.
+"""Writes the weights folders of `titanlab import` and `titanlab export`, and finds the weights to write.
 
 A folder appears complete or not at all: it is filled as `….part` and then renamed. Tensors are read, changed and
 written a piece at a time.
@@ -76,7 +76,7 @@ def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None
     Raises:
         ConfigError: there is no such run or checkpoint.
     """
-    # Imported here, as below: it imports torch.
+    # Imported here, because it imports torch.
     from titanlab.train.dcp import source_of
 
     run, _ = find_run_or_checkpoint(text, runs)
@@ -173,7 +173,7 @@ def write_hf(source: WeightsSource, into: Path, *, dtype: str | None, shard_byte
         if copy_tokenizer(source.tokenizer, part):
             reader = tokenizers.load(part, "tokenizer")
             if isinstance(reader, tokenizers.TiktokenTokenizer):
-                # Other libraries read every tokenizer.model as SentencePiece.
+                # Other libraries read every tokenizer.model as SentencePiece, so this one becomes a tokenizer.json.
                 reader.save_json(part / "tokenizer.json")
                 reader.file.unlink()
             write_tokenizer_config(part, bos_id=reader.bos_id, eos_id=reader.eos_id, context=source.context)
@@ -199,7 +199,7 @@ def _filled(
     shard_bytes: int,
     report: Report,
 ) -> Iterator[tuple[Path, str]]:
-    """Yield a temporary folder with the weights, and their digest. At the end it replaces `into`, and is reported."""
+    """Yield a temporary folder with the weights, and their digest. At the end replace `into`, and report its size."""
     with whole_folder(into) as part:
         if isinstance(source, SafetensorsSource):
             _check_copies(source)
@@ -232,8 +232,8 @@ def _check_copies(source: SafetensorsSource) -> None:
 
 
 def left_out(biases: Biases) -> str:
-    """One line for people: their copy of the weights does not contain the biases; empty: there are no biases."""
-    # The largest difference of two experts' biases in a block.
+    """A line that tells users that their copy of the weights lacks the biases; empty if there are no biases."""
+    # The largest difference between the biases of two experts of one transformer block.
     widest = max((max(block) - min(block) for block in biases.values()), default=0.0)
     if not widest:
         return ""
@@ -255,11 +255,11 @@ def write_weights(
 ) -> str:
     """Write all tensors of a source into safetensors files of a bounded size, with an index if there are several.
 
-    The library's `save_file` needs all tensors of a file at once; here one piece is in memory. The format: eight bytes
+    The library's `save_file` needs all tensors of a file in memory; here only one piece is. The format: eight bytes
     with the header's length, little-endian; the header, JSON padded with spaces to a multiple of eight; the tensors.
 
     Args:
-        foreign: name and order of rows of each parameter in the files.
+        foreign: for each parameter, its name and the order of its rows in the files.
         dtype: number format, such as `bfloat16`; None keeps the format of each tensor.
 
     Returns:
@@ -277,7 +277,7 @@ def write_weights(
         for name, entry in source.entries.items()
         for theirs in foreign[name].names
     }
-    # The parameter of each tensor, and the tensor's number in a stack.
+    # For each tensor in the files: its parameter in titanlab, and its number if that parameter is a stack of tensors.
     ours = {theirs: (name, n) for name in source.entries for n, theirs in enumerate(foreign[name].names)}
     split = split_state_dict_into_shards_factory(
         entries,
@@ -357,7 +357,7 @@ def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | No
     if (folder / "tokenizer.json").is_file():
         library: Any = importlib.import_module("tokenizers")
         name_of = library.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token
-        # transformers asks the post-processor of tokenizer.json; titanlab reads this entry, too.
+        # transformers asks the post-processor of tokenizer.json whether to add bos; titanlab reads this entry, too.
         adds_begin = {} if bos_id in (None, eos_id) else {"add_bos_token": True}
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **adds_begin}
     else:
@@ -380,7 +380,7 @@ def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | No
 
 
 def check_target(folder: Path, is_ours: Callable[[Path], bool], *, force: bool) -> None:
-    """Check that a folder can be written; one with files is replaced only with `force`, and only if it has weights.
+    """Check that a folder can be written. A folder with files needs `force`, and must contain weights.
 
     Raises:
         ConfigError: the folder must not be replaced, or cannot be written.
@@ -423,21 +423,21 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             part.mkdir(exist_ok=True)
             lock = os.open(part, os.O_RDONLY)
             stack.callback(os.close, lock)
-            # Where the file system has no locks, no other process can hold one.
+            # Ignore a file system without locks: no other process can hold a lock there.
             with contextlib.suppress(OSError):
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     raise ConfigError("--into", folder, "is being written by another process", "wait for it") from None
             stack.callback(shutil.rmtree, part, ignore_errors=True)
-            # A process that died may have left files.
+            # An earlier process may have died and left files here.
             for path in part.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             yield part
             for path in part.rglob("*"):
                 if path.is_file():
                     with path.open("rb") as file:
-                        # Before the rename: after a power cut a folder with the final name must be complete.
+                        # Sync before the rename: after a power cut a folder with the final name must be complete.
                         os.fsync(file.fileno())
             shutil.rmtree(old, ignore_errors=True)
             if folder.exists():
@@ -445,7 +445,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
             part.rename(folder)
             shutil.rmtree(old, ignore_errors=True)
         except StoreFault:
-            # The store of the checkpoint that is read has failed, not the folder.
+            # The remote store with the checkpoint has failed, not the folder that is written.
             raise
         except OSError as error:
             reason = error.strerror or type(error).__name__

@@ -1,6 +1,6 @@
 """What a run writes while it trains: metrics.jsonl, status.json, the tracker's rows, the console, result.json.
 
-`Recorder` does nothing, for ranks that do not log; the rank that logs has a `LoggingRecorder`.
+Ranks that do not log have a `Recorder`, which does nothing; the rank that logs has a `LoggingRecorder`.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class StepEnds:
 
 
 class Recorder:
-    """The interface for train.py. This class does nothing: train.py needs no branch for ranks that do not log."""
+    """The interface for train.py. This class does nothing, so train.py needs no branch for ranks that do not log."""
 
     tracker_id: str | None = None
-    # A function that waits for a checkpoint that is written in the background.
+    # Waits until the checkpoint that is written in the background is complete.
     until_saved: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -71,31 +71,31 @@ class Recorder:
         """Record how long each phase up to the end of the first step has taken."""
 
     def loading(self) -> AbstractContextManager[None]:
-        """Inside the block, the run waits for data."""
+        """A context for `with`, in which the run waits for data."""
         return contextlib.nullcontext()
 
     def sending(self, mesh: Mesh) -> AbstractContextManager[None]:
-        """Inside the block, a step computes and communicates; the first step is traced."""
+        """A context in which a step computes and communicates; the traffic of the first step is traced."""
         return contextlib.nullcontext()
 
     def saving(self) -> AbstractContextManager[None]:
-        """Inside the block, a checkpoint is written."""
+        """A context in which a checkpoint is written."""
         return contextlib.nullcontext()
 
     def warn(self, text: str) -> None:
         """Report a problem that does not end the run."""
 
     def go_back(self, step: int) -> None:
-        """Note that the run goes on from an earlier step."""
+        """Note that the run continues from an earlier step."""
 
     def compared(self, metrics: Mapping[str, float], warning: str) -> None:
-        """Take metrics that compare the ranks, and a warning unless it is empty."""
+        """Add metrics that compare the ranks to the next rows; show the warning unless it is empty."""
 
     def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
-        """Record a row of metrics of a separate kind, and print lines."""
+        """Record a row of metrics with its own kind, and print the lines."""
 
     def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
-        """Inside the block, held-out sequences are evaluated; yields a function that takes their loss."""
+        """A context in which held-out sequences are evaluated; yields a function to be called with their loss."""
         return contextlib.nullcontext(lambda loss: None)
 
     def record(
@@ -120,16 +120,16 @@ class Recorder:
         return outcome
 
 
-# Rows with counts of experts in a run, besides the rows of its first and last step.
+# Largest number of rows with experts' counts in a run, besides the rows of its first and last step.
 _MOST_ROWS = 20
 
 
 class ExpertRows:
-    """Sums the counts of tokens over steps, and writes them from time to time: a row of a large model has 80 KB.
+    """Sums experts' counts of tokens over steps. It writes a row from time to time only: a large model's has 80 KB.
 
-    A row has `counts`, tokens by block and expert over all ranks and microbatches, and `steps`, the number of steps in
-    these sums. The steps of rows depend only on the length of the run, so that runs with different layouts can be
-    compared.
+    A row has `counts`, the tokens of each block's experts over all ranks and microbatches, and `steps`, the number of
+    steps in these sums. At which steps rows are written depends only on the length of the run, so that runs with
+    different layouts can be compared.
     """
 
     def __init__(self, steps: int, write: Callable[[int, Mapping[str, Any]], None]) -> None:
@@ -147,7 +147,7 @@ class ExpertRows:
             self.at_end(step)
 
     def go_back(self) -> None:
-        """Forget the counts of steps that are done again."""
+        """Forget the counts since the last row: the run goes back and repeats these steps."""
         self._steps = 0
 
     def at_end(self, step: int) -> None:
@@ -158,8 +158,8 @@ class ExpertRows:
 
 
 _STATUS_SECONDS = 1.0
-# Seconds between writes of status.json after steps without a row of metrics. It shows what a stop would lose, and how
-# far a killed run came.
+# Seconds between writes of status.json after steps without a row of metrics. status.json shows what a stop would lose,
+# and how far a killed run came.
 _UNLOGGED_STATUS_SECONDS = 5.0
 
 
@@ -208,9 +208,9 @@ class LoggingRecorder(Recorder):
         self._meter.begin()
 
     def started(self, seconds: Mapping[str, float]) -> None:
-        # If lines are not redrawn, the first step of a resumed run may print no line, so clear the phase here.
+        # Clear the phase here: if lines are not redrawn, the first step of a resumed run may print no line.
         self._console.phase(None)
-        # No other code depends on the file.
+        # Ignore a failed write: no other code needs this file.
         with self._meter.paused(), contextlib.suppress(OSError):
             write_start_up(self._run.attempt_folder(self._attempt), seconds)
 
@@ -302,7 +302,7 @@ class LoggingRecorder(Recorder):
                 with self._meter.paused():
                     self._write_status("running")
             return
-        # Logging costs no time while the device computes the next step.
+        # While the device computes the next step, logging costs no time, so the meter need not pause.
         with contextlib.nullcontext() if next_runs else self._meter.paused():
             speed = self._meter.window()
             routing: dict[str, object] = {}
@@ -352,16 +352,16 @@ class LoggingRecorder(Recorder):
 
     def abandon(self, error: BaseException) -> None:
         """Close files and the tracker after an exception on this rank; the launcher writes the result."""
-        # A secondary failure: another rank holds the cause.
+        # Give no outcome for a secondary failure: another rank knows the cause.
         kind = {} if is_secondary(error) else {"outcome": classify(error).value}
-        # On a full disk this fails too; the message must name the run's own error.
+        # On a full disk closing fails too. Ignore that error: the message must name the run's own error.
         with contextlib.suppress(OSError):
             self._metrics.close()
         with contextlib.suppress(OSError):
             self._tracker.finish({**self._summary(), **kind}, exit_code=exit_code(error))
 
     def _summary(self) -> dict[str, object]:
-        """Medians after warm-up, totals and last losses."""
+        """The run's summary: medians of the steps after warm-up, totals, first and last losses."""
         return {
             **self._meter.summary(),
             "first_loss": self._first_loss,
@@ -401,7 +401,7 @@ class LoggingRecorder(Recorder):
         self._with_room(write, write)
 
     def _with_room(self, write: Callable[[], None], again: Callable[[], None]) -> None:
-        """Write; if the disk is full, wait for the save in progress and try again: a failed save removes its files."""
+        """Write. If the disk is full, wait for the save in progress (its failure frees space), and write again."""
         try:
             write()
         except OSError as error:
@@ -422,7 +422,7 @@ def open_recorder(
     with contextlib.ExitStack() as stack:
         log = run.logs / "rank-0.log"
         if LOG in os.environ:
-            # All output goes to the log anyway: let the console write only to the log, with the time of day.
+            # All output goes to the log anyway, so let the console write only to the log, with the time of day.
             null = stack.enter_context(Path(os.devnull).open("w"))
             console = stack.enter_context(Console(null, errors=null, log_file=log))
         else:
@@ -523,7 +523,7 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
     """Suggested commands after this outcome."""
     folder = shlex.quote(shown_path(run.path))
     if outcome.kind is OutcomeKind.DONE:
-        # Do not ask a remote store again whether it has a checkpoint.
+        # For a remote store assume a checkpoint, instead of asking the store again.
         place = checkpoints_of(run)
         can_generate = run.tokenizer.is_dir() and (isinstance(place, StorePath) or latest(place) is not None)
         sample = [f'titanlab generate {folder} --prompt "def "'] if can_generate else []
@@ -534,12 +534,12 @@ def next_steps(outcome: Outcome, run: RunFolder) -> list[str]:
 
 
 def slow_precision(recipe: Recipe, device: torch.device) -> str | None:
-    """A line about a CPU without units for the dtype of the products; None: the CPU has them."""
+    """A warning that the CPU has no units for the dtype of matrix products; None if the CPU has such units."""
     compute = dtype_named(recipe.precision.formats().compute)
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(compute)
     if device.type != "cpu" or name is None:
         return None
-    # Private in torch 2.11 to 2.13: whether oneDNN multiplies in that dtype.
+    # This operator tells whether oneDNN multiplies in the dtype. It is private in torch 2.11 to 2.13.
     supported = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")()
     rule = f"this CPU has no units for {name}, and multiplies tens of times more slowly than in fp32"
     return None if supported else f"precision={recipe.precision.kind}: {rule}; try precision=fp32"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 KEY = "init_from"
 EXCLUDE = "init_from_exclude"
-# Without a digest, a file above _LARGE_BYTES is hashed at _SAMPLES places: enough to distinguish trained weights.
+# If a folder has no digest, a file above _LARGE_BYTES is hashed at _SAMPLES places: enough to tell weights apart.
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 16
 _LARGE_BYTES = 1 << 26
@@ -77,7 +77,7 @@ def excluded(recipe: Recipe) -> frozenset[str]:
     """Names of the parameters that `init_from_exclude` leaves out.
 
     Raises:
-        ConfigError: there is no `init_from`, a pattern names no parameter, or together they name all.
+        ConfigError: there is no `init_from`, a pattern names no parameter, or the patterns name all parameters.
     """
     patterns = recipe.init_from_exclude
     if patterns and recipe.init_from is None:
@@ -116,7 +116,7 @@ def start_fingerprint(recipe: Recipe) -> str | None:
         return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
     digest = hashlib.sha256()
     for file in read_contents(checkpoint, KEY).files:
-        # The checksums stand for the bytes: reading the weights verifies them. They are written as whole numbers: any
+        # Checksums stand for the bytes, because reading the weights verifies them. Keep their form, whole numbers: any
         # other form would change the identity of existing runs.
         checksums = ",".join(str(number) for (number,) in struct.iter_unpack("<Q", file.checksums))
         digest.update(f"{file.name}/{file.size}/{checksums};".encode())
@@ -133,7 +133,7 @@ def fill_start(recipe: Recipe, model: nn.Module, world: World) -> Biases:
     assert text is not None
 
     def kept(biases: Biases) -> Biases:
-        """Biases of the routers that are read; the others begin with zeros."""
+        """The biases, with zeros for routers whose weights are not read."""
         left = {block for block in biases for name in without if name.startswith(f"{block}.") and "router" in name}
         return {block: [0.0] * len(bias) if block in left else bias for block, bias in biases.items()}
 
@@ -188,8 +188,8 @@ def contents_of(checkpoint: Place, key: str) -> Contents:
     """The contents of a checkpoint of titanlab or of a folder of `export --format dcp`, as `read_contents` reads them.
 
     Raises:
-        DamagedCheckpoint: it is damaged, or has a value that no run saves; or another tool made the folder, without a
-        position in the data.
+        DamagedCheckpoint: the checkpoint is damaged, or has a value that no run saves; or another tool made the folder,
+        which then has no position in the data.
     """
     if not has_pickle(checkpoint):
         return read_contents(checkpoint, key)
@@ -200,7 +200,7 @@ def contents_of(checkpoint: Place, key: str) -> Contents:
 
 
 def _check_model(text: str, saved: ModelConfig | None, expected: ModelConfig, without: frozenset[str]) -> None:
-    """`without`: parameters that are not read: if all that depend on the vocabulary are, its size may differ."""
+    """Compare two models. The vocabulary's size may differ if `without` (not read) has all parameters that need it."""
     if saved is None:
         return
     if type(saved) is not type(expected):
@@ -219,7 +219,7 @@ def _check_model(text: str, saved: ModelConfig | None, expected: ModelConfig, wi
 
 
 def _sampled(files: Sequence[Path]) -> str:
-    """SHA-256 over names, sizes and contents of files in any folder; over samples of large files."""
+    """SHA-256 over files' names, sizes and contents, without their folder; of large files only samples are read."""
     digest = hashlib.sha256()
     for path in files:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""A step's totals in one reduction over all ranks: loss, norm, flags, load of experts; time and memory of each rank.
+"""Sums a step's totals over all ranks in one reduction: loss, norm, flags, load of experts. Compares ranks' times.
 
 Routers count the tokens of experts in the backward pass (`titanlab.techniques.model.mixture_of_experts`). The step's
 only reduction also sums the counts, so every rank knows the counts of all blocks and computes the same biases
@@ -38,9 +38,9 @@ STOPS = tuple(map(int, STOP_SIGNALS))
 class Load(NamedTuple):
     """The routing of a step, over all ranks.
 
-    counts: by block and expert, the tokens that the expert has computed
-    entropies: by block, the sum over tokens of the entropy of the router's probabilities, in nats
-    active: experts of a token
+    counts: for each transformer block and each of its experts, the number of tokens that the expert has computed
+    entropies: for each transformer block, the entropy of the router's probabilities summed over tokens, in nats
+    active: number of experts that compute each token
     """
 
     counts: Sequence[Sequence[float]]
@@ -49,12 +49,12 @@ class Load(NamedTuple):
 
     @property
     def most(self) -> float:
-        """The largest load of an expert relative to the mean of its block, over all blocks."""
+        """The largest quotient of an expert's tokens and the mean over its block's experts, among all blocks."""
         return max(max(block) * len(block) / max(sum(block), 1.0) for block in self.counts)
 
     @property
     def entropy(self) -> float:
-        """Mean entropy of a token in a block."""
+        """Entropy of a router's probabilities in nats: the mean over tokens and transformer blocks."""
         tokens = sum(map(sum, self.counts)) / self.active
         return sum(self.entropies) / max(tokens, 1.0)
 
@@ -67,7 +67,7 @@ class Totals(NamedTuple):
     stop: the largest signal that a rank has received, or 0
     scaled: loss scale and skipped steps; None if the precision does not scale the loss
     saves: whether rank 0 asks for a checkpoint
-    load: of experts; None: the model has none
+    load: load of the experts; None: the model has no experts
     """
 
     loss: float
@@ -106,19 +106,19 @@ def set_biases(model: nn.Module, biases: Mapping[str, Sequence[float]]) -> None:
     """Give routers the biases of a checkpoint, so that they choose as in training and evaluation.
 
     Args:
-        biases: by block, as in `Balance.state`; empty: the routers have none.
+        biases: by transformer block, as `Balance.state` returns them; empty: the routers have no biases.
     """
     for layer, router in routers_of(model).items() if biases else ():
         router.bias = torch.tensor(biases[block_name(layer)], dtype=torch.float32, device=router.weight.device)
 
 
 class Balance:
-    """Counts and balances the experts of a model; a model without experts has nothing to count.
+    """Counts the tokens of a model's experts and balances their load; does nothing for a model without experts.
 
     Args:
-        counts: whether this rank counts; only one of the ranks that route the same tokens counts.
-        parts: ranks that route the same tokens.
-        scale: factor of the loss before its backward.
+        counts: whether this rank's counts are summed; of the ranks that route the same tokens only one is summed.
+        parts: number of ranks that route the same tokens.
+        scale: the loss is multiplied by it before the backward pass.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Balance:
         self._rate, self._active = (0.0, 0) if experts is None else (experts.bias_rate, experts.active)
         shape = (0, 0) if experts is None else (account.layers, experts.count)
         self._initial = 1 / shape[1] if self._kind == "auxiliary_batch" else 0.0
-        # Biases, or the shares of the last step's tokens.
+        # For each block and expert: its bias, or its share of the last step's tokens.
         self._values = torch.full(shape, self._initial, dtype=torch.float32, device=device)
         self._routers: dict[int, Router] = {}
         if experts is None:
@@ -156,13 +156,13 @@ class Balance:
                 )
 
     def begin(self) -> None:
-        """Called before a step's first microbatch: the counts are of one step only."""
+        """Start to count from zero; called before the first microbatch of a step."""
         for router in self._routers.values():
             assert router.tally is not None
             router.tally.grad = None
 
     def sums(self) -> Tensor:
-        """This rank's summands of a step's counts: [layers · (experts + 1)] float64."""
+        """This rank's counts and entropies of a step, to be summed over ranks: [layers · (experts + 1)] float64."""
         layers, experts = self._values.shape
         rows = torch.zeros((layers, experts + 1), dtype=torch.float64, device=self._values.device)
         for layer, router in self._routers.items():
@@ -173,7 +173,7 @@ class Balance:
 
     @torch.no_grad()
     def learn(self, sums: Tensor) -> None:
-        """Take the sums over all ranks."""
+        """Compute new biases or shares from the sums over all ranks."""
         if self._kind not in ("bias", "auxiliary_batch"):
             return
         counts = sums.view(self._values.shape[0], -1)[:, :-1]
@@ -184,13 +184,13 @@ class Balance:
             self._values.copy_(counts / counts.sum(1, keepdim=True).clamp(min=1.0))
 
     def load(self, sums: Sequence[float]) -> Load | None:
-        """The sums over all ranks as numbers; None without experts."""
+        """The load of experts from the sums over all ranks; None if the model has no experts."""
         width = self._values.shape[1] + 1
         rows = [sums[start : start + width] for start in range(0, len(sums), width)]
         return Load([row[:-1] for row in rows], [row[-1] for row in rows], self._active) if rows else None
 
     def state(self) -> dict[str, list[float]]:
-        """The state for a checkpoint, by block."""
+        """The state for a checkpoint: for each transformer block, the experts' biases or shares."""
         if self._kind not in ("bias", "auxiliary_batch"):
             return {}
         return {block_name(layer): values for layer, values in enumerate(self._values.tolist())}
@@ -211,9 +211,9 @@ class Balance:
 
 
 class Reduction:
-    """Totals on the device.
+    """A step's totals on the device.
 
-    Reading them waits for the device; on a GPU the loop therefore reads them a step later, without waiting.
+    Reading totals waits for the device. On a GPU the loop therefore reads them a step later, without waiting.
     """
 
     def __init__(
@@ -229,15 +229,15 @@ class Reduction:
         saves: bool | None = None,
         balance: Balance | None = None,
     ) -> None:
-        """Sum over ranks.
+        """Sum this rank's values over all ranks; all ranks call it.
 
         Args:
             squared_norm: this rank's share of the squared norm of the gradients of
                 loss_sum / nominal_tokens, times the scale of the loss.
             nominal_tokens: labels of a step in which all are valid.
             loss_scale: gets the norm; None: the loss was not scaled.
-            saves: whether this rank asks for a checkpoint; None on all ranks: no rank asks.
-            balance: has this rank's counts of experts' tokens, and gets those of all ranks; None: no experts.
+            saves: whether this rank asks for a checkpoint; None, the same on all ranks: no rank can ask.
+            balance: gives this rank's counts of experts' tokens, and gets the sums over ranks; None: no experts.
         """
         device, loss_scale = loss_sum.device, loss_scale or LossScale()
         # One element per signal, so that a sum over ranks shows which signals were received.
@@ -248,7 +248,7 @@ class Reduction:
         host_values = torch.tensor([float(tokens), *flags], dtype=torch.float64)
         if device.type == "cuda":
             host_values = host_values.pin_memory().to(device, non_blocking=True)
-        # The norm of offloaded gradients is on the host.
+        # Gradients that are offloaded to the CPU have their norm there.
         parts = [torch.stack([squared_norm.to(device), loss_sum.double()]), host_values]
         self._balance, self._count = balance, 0
         if balance is not None:
@@ -265,7 +265,7 @@ class Reduction:
         scaled = loss_scale.judge(torch.where(sums[1].isfinite(), self._norm, math.nan))
         values = [torch.stack([sums[1] / sums[2], self._norm]), sums[2:], *([] if scaled is None else [scaled]), counts]
         self._values = torch.cat(values)
-        # The event after which a GPU's totals are on the host; None on a CPU.
+        # When this event has happened, the totals of a GPU are on the host; None on a CPU.
         self.arrived: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._values = self._values.to("cpu", non_blocking=True)
@@ -275,7 +275,7 @@ class Reduction:
     def gradient_factor(self, max_norm: float | None) -> Tensor | None:
         """The factor for the gradients: correction for ignored labels and the loss scale, and clipping.
 
-        None if it is known to be 1 without waiting for the device.
+        None if the factor is 1, and the host knows this without waiting for the device.
         """
         factor = self._correction
         if max_norm is not None:
@@ -301,8 +301,8 @@ class Reduction:
 
 
 SLOWEST, SLOWER, DATA, COMPUTE = "straggler/rank", "straggler/slower(%)", "straggler/data(s)", "straggler/compute(s)"
-# A rank is reported if it exceeds the median rank by this ratio, and the excess is at least this share of the steps'
-# time and this many seconds: smaller values in a few short steps come from other programs on the host.
+# A rank is reported if its time exceeds _RATIO times the median, and the excess is above _SHARE of the steps' time and
+# above _SECONDS. A smaller excess in a few short steps comes from other programs on the host.
 _RATIO, _SHARE, _SECONDS = 1.5, 0.1, 0.25
 _PHASES = ("data", "forward and backward")
 _COMPUTE = 1
@@ -312,8 +312,8 @@ class RankTimes:
     """Measures this rank, and compares the ranks every few steps.
 
     Args:
-        every: steps between two comparisons; 0: only one, after the last step.
-        pipeline: degree of the pipeline, whose ranks lie farthest apart.
+        every: steps between two comparisons; 0: compare only once, after the last step.
+        pipeline: degree of the pipeline; the ranks of one stage have consecutive numbers.
     """
 
     def __init__(
@@ -330,14 +330,14 @@ class RankTimes:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside the block, the rank waits for its batch."""
+        """A context for `with`, in which the rank waits for its batch."""
         begin = time.monotonic()
         yield
         self._data += time.monotonic() - begin
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Inside the block, the rank runs forward and backward."""
+        """A context in which the rank runs forward and backward."""
         if self._world.world == 1:
             # There is no other rank to compare with, and reading the clocks takes 5 % of a step of a tiny model.
             yield
@@ -347,10 +347,10 @@ class RankTimes:
         self._compute += self._clock() - begin
 
     def after_step(self, step: int, *, last: bool) -> None:
-        """Compare the ranks if it is time to; all ranks call it."""
+        """Compare the ranks if this step is due for a comparison; all ranks call it."""
         self._steps += 1
         if self._steps == 1:
-            # Compilation and the first collectives say nothing about later steps.
+            # Leave out the first step: its compilation and first collectives say nothing about later steps.
             self._restart()
         elif self._world.world > 1 and (last or (self._every and step % self._every == 0)):
             self._compare(step)
@@ -364,7 +364,7 @@ class RankTimes:
         if self._world.logs:
             steps = max(1, self._steps - 1)
             metrics, slow = compared(rows, steps, peers=self._peers)
-            # One warning for each rank and phase; the metric continues to show it.
+            # Warn only once for each rank and phase; the metrics show a slow rank after every comparison.
             is_new = slow is not None and slow not in self._warned
             if slow is not None:
                 self._warned.add(slow)
@@ -385,16 +385,16 @@ class RankTimes:
     def _clock(self) -> float:
         if not self._is_cpu:
             return time.monotonic()
-        # Threads of the process compute; waiting in a collective takes no CPU time.
+        # CPU time of all threads, because a wait in a collective takes none; plus the wait for a core.
         return time.process_time() + _queued_seconds()
 
 
 def compared(rows: list[list[float]], steps: int, *, peers: int) -> tuple[dict[str, float], tuple[int, int] | None]:
-    """Metrics, and the rank and phase that are slow; None: no rank is.
+    """The metrics of a comparison, and the slow rank with its slow phase; None if no rank is slow.
 
     Args:
-        rows: by rank: seconds of data and of compute, GiB of memory, seconds in all.
-        peers: number of neighbouring ranks that are compared with each other.
+        rows: for each rank: seconds of data, seconds of compute, GiB of memory, seconds of all steps.
+        peers: ranks are compared in groups of this many consecutive ranks.
     """
     busy = [data + compute for data, compute, *_ in rows]
     groups = [range(first, first + peers) for first in range(0, len(rows), peers)]
@@ -426,14 +426,14 @@ def compared(rows: list[list[float]], steps: int, *, peers: int) -> tuple[dict[s
 
 
 def _queued_seconds() -> float:
-    """How long the main thread has waited for a core; 0 where the kernel does not tell."""
+    """Seconds for which the main thread has waited for a core; 0 if the kernel does not tell."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     return 0.0
 
 
 def memory(device: torch.device) -> dict[str, object]:
-    """Peak memory so far: of the allocator on a GPU, resident memory of the process on CPU."""
+    """Metrics of peak memory so far: the allocator's on a GPU, the process's resident memory on a CPU."""
     if device.type != "cuda":
         return {"memory/max_resident(GiB)": peak_memory_gib(device)}
     stats = torch.cuda.memory_stats(device)
@@ -450,7 +450,7 @@ def memory(device: torch.device) -> dict[str, object]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of this rank: reserved by the allocator on a GPU, resident on CPU."""
+    """Peak memory of this rank in GiB: reserved by the allocator on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     return peak_resident_bytes() / 2**30

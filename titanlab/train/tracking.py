@@ -1,8 +1,8 @@
-"""The description of a run for its trackers, the rows that wait for a checkpoint, and what a tracker lacks; torch-free.
+"""Describes a run to its trackers, holds rows until a checkpoint, and finds what a tracker lacks. Free of torch.
 
-`HeldRows` keeps rows until a checkpoint has their step, so that a rollback never has to withdraw a row: wandb takes the
-steps of a run in ascending order and drops a second row of a step; TensorBoard shows both. `rebuild` writes a tracker's
-files again from metrics.jsonl.
+`HeldRows` holds a row until a checkpoint includes its step, so that a rollback never has to withdraw a row. A tracker
+cannot: wandb takes the steps of a run in ascending order and drops a second row of a step; TensorBoard shows both rows.
+`rebuild` writes a tracker's files again from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def tracked_run(
     """The description of a run for trackers.
 
     Args:
-        id: the tracker's id of the run in a checkpoint, for runs whose folder has none.
+        id: the run's id in the tracker, as a checkpoint has it; used if the run's folder has no such id.
         is_live: whether the run is training now.
     """
     account = recipe.model.account()
     known = (None if (identity := run.identity()) is None else identity.tracker_id) or id
     if known is None:
-        # Runs of earlier versions without a checkpoint have the id only in the records of earlier attempts.
+        # If an earlier version of titanlab made the run, only the records of earlier attempts may have the id.
         ids = {attempt: record.id for kind in records(run).values() for attempt, record in kind.items() if record.id}
         known = ids[max(ids)] if ids else None
     return TrackedRun(
@@ -80,7 +80,7 @@ def tracked_run(
 
 
 def records(run: RunFolder) -> dict[str, dict[int, Record]]:
-    """For each kind of tracker that the run has had, the record of each attempt that has one."""
+    """The records of the run's attempts: kind of tracker → attempt → record."""
     by_kind: dict[str, dict[int, Record]] = {}
     for attempt in run.attempts():
         for kind, record in records_in(run.attempt_folder(attempt)).items():
@@ -89,7 +89,7 @@ def records(run: RunFolder) -> dict[str, dict[int, Record]]:
 
 
 def has_tracker(run: RunFolder, kind: str) -> bool:
-    """Whether a tracker of this kind has taken rows of the run, or its files were written afterwards."""
+    """Whether a tracker of this kind has taken rows of the run, during the run or afterwards."""
     return kind in records(run) or kind in records_in(run.path)
 
 
@@ -124,7 +124,7 @@ def tracker_gap(run: RunFolder) -> str | None:
 
 
 def _unfinished(run: RunFolder, unfinished: Mapping[int, Record]) -> str:
-    """The part that is missing from attempts whose tracker was not closed."""
+    """A phrase that says which rows may be missing from attempts whose tracker was not closed."""
     last = max((row["step"] for row in run.metrics() if row["attempt"] in unfinished), default=None)
     taken = max((record.step for record in unfinished.values() if record.step is not None), default=None)
     if last is None or (taken is not None and taken >= last):
@@ -139,7 +139,7 @@ def waiting_files(run: RunFolder) -> list[Path]:
     unfinished = [
         file
         for record in attempts.values()
-        # A recorded folder must be inside the run: the record may be a stranger's, and the files are uploaded.
+        # The record may come from a stranger, and the files are uploaded: accept only folders inside the run.
         if record.mode == "online"
         and record.state != FINISHED
         and record.folder is not None
@@ -148,7 +148,7 @@ def waiting_files(run: RunFolder) -> list[Path]:
         for file in (run.path / record.folder).glob("run-*.wandb")
     ]
     files = {*offline_files(run.path), *unfinished}
-    # The names of wandb's folders begin with a time, and hosts' clocks may differ.
+    # Sort by attempt before time: the times in the names of wandb's folders come from hosts whose clocks may differ.
     places = {record.folder: attempt for attempt, record in attempts.items()}
     return sorted(
         (file for file in files if not is_uploaded(file)),
@@ -159,7 +159,7 @@ def waiting_files(run: RunFolder) -> list[Path]:
 def has_repeated_steps(run: RunFolder) -> bool:
     """Whether waiting files of wandb have steps twice, because an attempt repeated steps of an earlier one.
 
-    wandb keeps the first row of a step that it gets; the run counts the last.
+    wandb keeps the first row of a step that it gets; for the run the last row is valid.
     """
     waiting = {str(file.parent.relative_to(run.path)) for file in waiting_files(run)}
     attempts = {attempt: record for attempt, record in records(run).get(_WANDB, {}).items() if record.folder in waiting}
@@ -176,8 +176,8 @@ class HeldRows:
     """Gives a tracker rows only up to the newest checkpoint; later rows wait.
 
     Args:
-        tracker: started; it gets the rows.
-        saved_step: the step of the newest checkpoint.
+        tracker: the started tracker that gets the rows.
+        saved_step: returns the step of the newest checkpoint.
     """
 
     def __init__(self, tracker: Tracker, saved_step: Callable[[], int]) -> None:
@@ -186,12 +186,12 @@ class HeldRows:
         self._logged = 0
 
     def log(self, step: int, metrics: Mapping[str, Any], *, time: float | None = None) -> None:
-        """Keep a row with its time, and log those whose step is saved."""
+        """Keep a row with its time, and log the kept rows whose step is in a checkpoint."""
         self._rows.append((step, dict(metrics), clock.time() if time is None else time))
         self._release(self._saved_step())
 
     def go_back(self, to: int) -> None:
-        """Drop the rows after a step, from which the run goes on."""
+        """Drop the rows after step `to`, from which the run continues."""
         self._rows = deque(row for row in self._rows if row[0] <= to)
 
     def finish(self, summary: Mapping[str, Any], *, exit_code: int = 0) -> None:
@@ -202,7 +202,7 @@ class HeldRows:
     def _release(self, until: int | None) -> None:
         while self._rows and (until is None or self._rows[0][0] <= until):
             step, metrics, time = self._rows.popleft()
-            # The step is lower only if the newest checkpoint was damaged and the run went back further.
+            # A lower step, which the tracker has already, comes only after a rollback beyond a damaged checkpoint.
             if step >= self._logged:
                 self._tracker.log(step, metrics, time=time)
                 self._logged = step
@@ -218,7 +218,7 @@ def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record
     The run's own files are moved to `replaced/`; files of an earlier call are deleted, so that only one copy remains.
 
     Args:
-        tracker: another tracker than those of the run, whose files are written too; None: those of the run.
+        tracker: write the files of this tracker only, which the run may lack; None: write those of the run's trackers.
 
     Returns:
         a record for each tracker.
@@ -236,7 +236,7 @@ def rebuild(run: RunFolder, tracker: TrackerConfig | None = None) -> list[Record
         recipe = frozen_recipe(run, attempt=attempt if has_own else None)
         rows = [row for row in run.metrics() if row["kind"] != EXPERTS]
         own = {config.kind: config for config in recipe.tracker.parts().values()}
-        # The run's own config has its project, its group and its tags.
+        # Prefer the run's own config of this tracker, which has the project, the group and the tags.
         wanted = list(own.values()) if tracker is None else [own.get(tracker.kind, tracker)]
         configs = [made for config in wanted if (made := config.for_rebuild(len(rows))) is not None]
         if not configs:
@@ -268,7 +268,7 @@ def write_at_end(run: RunFolder, recipe: Recipe, attempt: int) -> str | None:
 
 
 def is_due(run: RunFolder) -> bool:
-    """Whether a run has ended whose tracker writes at the end, and whose files lack its last attempt."""
+    """Whether a run has ended, its tracker writes files at the end, and these files lack the last attempt."""
     try:
         is_at_end = any(config.get("mode") == "at_end" for config in configs_of(run))
         has_rows = is_at_end and run.result() is not None and any(row["kind"] != EXPERTS for row in run.metrics())
@@ -279,7 +279,7 @@ def is_due(run: RunFolder) -> bool:
 
 
 def configs_of(run: RunFolder) -> list[Mapping[str, Any]]:
-    """The config of a run's tracker, or of each of them, as config.yaml has it."""
+    """The tracker section of a run's config.yaml, and the config of each tracker in that section."""
     tracker = run.section("tracker")
     return [tracker, *(value for value in tracker.values() if isinstance(value, Mapping))]
 
@@ -304,7 +304,7 @@ def _rewritten(
     for row in rows:
         tracker.log(row["step"], metrics_of(row), time=row.get("time"))
     outcome = run.result()
-    # Medians and totals of the result, or the latest row if there is no result.
+    # The summary has the result's medians and totals, or the latest row if there is no result.
     summary = metrics_of(rows[-1]) if outcome is None else {**outcome.metrics, "outcome": outcome.kind.value}
     tracker.finish(summary, exit_code=outcome.kind.exit_code if outcome else 1)
     made, new = read_record(described.record), files.kept_files(run.path) - before
@@ -319,7 +319,7 @@ def _rewritten(
     files.put_aside(run.path, old, keep=False)
     files.put_aside(run.path, before - old, keep=True)
     (place,) = (str(path.relative_to(run.path)) for path in new)
-    # The mode that the run's attempts asked for, not that of the rebuild.
+    # Record the mode that the run's attempts asked for, not the mode of this rebuild.
     modes = [record.wanted for record in records(run).get(config.kind, {}).values()] or [made.wanted]
     made = replace(made, rebuilt=True, wanted=modes[-1], folder=place)
     write_record(described.record, made)

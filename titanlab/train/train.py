@@ -1,10 +1,10 @@
-"""One run, top to bottom.
+"""Trains one run, from the start of a rank to the outcome.
 
 World → mesh → assemble → optimizer → data → resume → steps → outcome. This module does not depend on the recipe's
 techniques: `assemble` combines them into one function, `forward_backward`.
 
-Three classes protect a run's work. `Saves` has its checkpoints. `RepeatedStep` runs forward and backward of a step
-twice, which must give the same bits. `Rollbacks` takes the run back to its newest checkpoint, and skips the bad data.
+Three classes protect a run's work. `Saves` saves checkpoints. `RepeatedStep` runs forward and backward of a step twice
+and compares the bits. `Rollbacks` lets a run with NaN go back to its newest checkpoint, and skip the bad data.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def train(
     Args:
         attempt: number of the attempt if every rank has it; None: the run's latest, as rank 0 reads it.
         stop: the caller's stop request, which signals may have set before torch was imported; None: a new one.
-        start_up: gets the phases before the first step; None: a new one, without the phases before this call.
+        start_up: records how long each phase before the first step takes; None: record only the phases of this call.
 
     Returns:
         the outcome, the same on every rank.
@@ -276,12 +276,12 @@ def train(
             if step % recipe.training.gc_every == 0:
                 gc.collect(1)
             rank_times.after_step(step, last=step == recipe.training.steps)
-            # To read or write what a window has recorded may take longer than a step.
+            # The profiler may take longer than a step to read or write the recording of a window of steps.
             with watchdog.pausing("the profiler", step):
                 profiler.after_step(step)
 
-            # Totals are read without waiting for the device: at once on CPU, a step later on a GPU. Before a
-            # checkpoint or a validation, all of them are read.
+            # Totals are read without waiting for the device: at once on a CPU, a step later on a GPU. Before a
+            # checkpoint or a validation, all totals are read.
             waiting.append((step, rate, reduction))
             last = step == recipe.training.steps
             settle(lag=0 if world.device.type == "cpu" or last or validates(step) else 1)
@@ -299,14 +299,14 @@ def train(
                 waiting.clear()
                 continue
             if outcome.kind is not OutcomeKind.DONE:
-                # Save first, because time may be short; the next attempt does the missing validation.
+                # Do not validate, because the time to save may be short; the next attempt does this validation.
                 break
             if validates(step):
                 validate_after(step)
             if saves.at(step):
                 saves.save(position)
 
-        # On a GPU the totals that end the run arrive during the next step; that step belongs to the run too.
+        # On a GPU the totals that end a run are read one step later, so another step has run: read its totals too.
         settle(lag=0)
         watchdog.ending(position.step)
         observer.at_end(model)
@@ -330,10 +330,10 @@ def _set_rate(optimizer: torch.optim.Optimizer, recipe: Recipe, step: int) -> fl
 
 
 def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Outcome:
-    """The outcome after a step: the same, or one that ends the run."""
+    """The outcome after a step: the outcome before it, or an outcome that ends the run."""
     if outcome.kind is OutcomeKind.NAN:
         return outcome
-    # Before the stop request, because a state with NaN must not be saved.
+    # Check for NaN before the stop request, because a state with NaN must not be saved.
     if totals.lost:
         return replace(
             outcome,
@@ -350,8 +350,8 @@ def _judge(outcome: Outcome, step: int, totals: Totals, stop: StopRequest) -> Ou
 
 @contextlib.contextmanager
 def _no_automatic_collection() -> Iterator[None]:
-    """Disable automatic garbage collection, because a pause of one rank is a pause of all ranks."""
-    # Only the young generations: a full collection visits all objects of torch, takes 0.17 s and frees nothing.
+    """Disable automatic garbage collection, because all ranks wait for a rank that pauses."""
+    # Collect only young generations: a full collection visits all objects of torch, takes 0.17 s and frees nothing.
     gc.collect(1)
     gc.disable()
     try:
@@ -386,7 +386,7 @@ def load_start(
         contents = on_all_ranks(world, lambda: contents_of(folder, key))
         position = load(contents, model, optimizer, world)
         if key != "run":
-            # The checkpoint's tracker id belongs to the other run.
+            # Drop the tracker id: it belongs to the run that saved the checkpoint.
             position = structs.replace(position, tracker=None)
 
         def restored() -> T:
@@ -405,7 +405,7 @@ def load_start(
         except DamagedCheckpoint as error:
             if world.share(run.has_chosen(attempt)):
                 raise
-            # Loading the older checkpoint replaces every value that was read from this one.
+            # Values that were read from the damaged checkpoint do no harm: the older checkpoint replaces all of them.
             damage = error
         warnings.append(on_all_ranks(world, lambda: fall_back(damage) if world.logs else ""))  # noqa: B023
     if recipe.checkpoint.load_from is not None:
@@ -474,10 +474,10 @@ def validate(recipe: Recipe, assembled: Assembled, world: World, mesh: Mesh) -> 
 
 
 class Saves:
-    """The checkpoints of one attempt.
+    """Saves the checkpoints of one attempt.
 
-    If a save at an interval fails on the disk, this is reported and training goes on: the previous checkpoint stays.
-    The last save raises its error, because the steps since then would be lost.
+    If the disk fails a save at an interval, the failure is reported and training goes on: the previous checkpoint
+    stays. The last save raises its error, because the steps since the previous checkpoint would be lost.
     """
 
     def __init__(
@@ -507,14 +507,14 @@ class Saves:
 
     @property
     def is_due(self) -> bool | None:
-        """Whether the interval in minutes is over on this rank; None: there is no such interval."""
+        """Whether this rank logs and the interval in minutes is over; None: the recipe has no interval in minutes."""
         minutes = self._config.minutes
         if not minutes:
             return None
         return self._world.logs and self._clock() - self._tried_at >= 60 * minutes
 
     def learn(self, totals: Totals) -> None:
-        """Take from a step's totals whether rank 0's interval in minutes is over."""
+        """Learn from a step's totals whether the interval in minutes is over on rank 0."""
         self._is_asked |= totals.saves
 
     def at(self, step: int) -> bool:
@@ -528,7 +528,7 @@ class Saves:
         return self._is_asked or (every > 0 and step % every == 0)
 
     def save(self, position: Position) -> None:
-        """Save at an interval."""
+        """Save the checkpoint of an interval; a failure of the disk is only reported."""
         with self._pause(position):
             self.wait()
             self._tried_step, self._tried_at, self._is_asked = position.step, self._clock(), False
@@ -536,12 +536,12 @@ class Saves:
                 self._saver.save(self._whole(position))
 
     def before_update(self) -> None:
-        """Called before the optimizer's step."""
+        """Called before the optimizer's step, so that copies of the model for a save are complete first."""
         with self._phase("checkpoint"):
             self._saver.before_update()
 
     def finish(self, position: Position, kind: OutcomeKind) -> None:
-        """Wait for the save in progress, and save the last step unless it is saved. OSError: the disk is full."""
+        """Wait for the save in progress; save the last step unless it is saved already. OSError: the disk is full."""
         with self._pause(position):
             self.wait()
             # A state with NaN must not be saved.
@@ -551,7 +551,7 @@ class Saves:
                 self._saver.save_last(self._whole(position), only_model)
 
     def _whole(self, position: Position) -> Position:
-        # Ranks with the same sequences have the same state of the data stream.
+        # Keep one state of the data stream for each data rank: ranks that get the same sequences have the same state.
         states = dict(self._world.gather((self._mesh.data_rank, self._stream.state())))
         return structs.replace(
             position,
@@ -561,12 +561,12 @@ class Saves:
         )
 
     def wait(self) -> None:
-        """Wait for the save in progress; reports its failure."""
+        """Wait for the save in progress; if it fails, report the failure."""
         with self._reported():
             self._saver.wait()
 
     def go_on_from(self, step: int) -> None:
-        """Count from this step: the run has gone back to its checkpoint."""
+        """Count the step as saved: the run has gone back to the checkpoint of this step."""
         self._first_step = self._saver.saved_step = step
 
     @contextlib.contextmanager
@@ -593,10 +593,10 @@ class SilentCorruption(TitanlabError):
 
 
 class RepeatedStep:
-    """Runs some steps twice and compares.
+    """Runs forward and backward of some steps twice, and compares the results.
 
-    The first run changes nothing: gradients are dropped, buffers and random generators restored. So training goes on
-    with the same bits as without the check.
+    After the first run gradients are dropped, and buffers and random generators are restored. So training has the same
+    bits as without the check.
     """
 
     def __init__(self, every: int, assembled: Assembled, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -608,7 +608,7 @@ class RepeatedStep:
     def before(self, step: int, batch: StepBatch) -> None:
         """Run the step for the first time, if it is checked; all ranks call it before they run the step."""
         self._calls += 1
-        # The first step of an attempt compiles, and its traffic is measured.
+        # Never check the first step of an attempt: it compiles, and its traffic is measured.
         if not self._every or step % self._every or self._calls == 1:
             return
         generators = generator_states(self._world)
@@ -624,7 +624,7 @@ class RepeatedStep:
         """Compare with the first run; all ranks call it when they have run the step.
 
         Raises:
-            SilentCorruption: the results of a rank differ; on every rank.
+            SilentCorruption: the two results of a rank differ; raised on every rank.
         """
         if self._first is None:
             return
@@ -635,7 +635,7 @@ class RepeatedStep:
         found = {rank: each for rank, each in enumerate(everyone) if each[0] or each[1]}
         if not found:
             return
-        # A wrong gradient spreads to other ranks when gradients are reduced; the loss is each rank's own.
+        # Prefer the ranks with another loss: a wrong gradient spreads to other ranks in the reduction, a loss does not.
         ranks = [rank for rank, (is_other_loss, *_) in found.items() if is_other_loss] or list(found)
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
         is_other_loss, names, count = found[ranks[0]]
@@ -655,7 +655,7 @@ class RepeatedStep:
 
 
 def _different(first: torch.Tensor | None, second: torch.Tensor) -> int:
-    """How many bytes differ; NaN equals NaN of the same bits."""
+    """The number of bytes that differ; a NaN equals a NaN with the same bits."""
     if first is None:
         return second.nbytes
     views = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (first, second)]
@@ -678,7 +678,7 @@ class Rollbacks:
         """Whether the run goes back after this outcome; the same on every rank.
 
         Args:
-            after: waits for a save in progress, whose checkpoint counts.
+            after: waits for a save in progress, because its checkpoint may become the newest.
         """
         if not self._left:
             return False
@@ -689,7 +689,7 @@ class Rollbacks:
         return True
 
     def note(self, outcome: Outcome, warnings: Sequence[str], *, to: int) -> Outcome:
-        """Count and report a rollback to a step. Returns the outcome of a run that goes on."""
+        """Count and report a rollback to step `to`. Returns the outcome of a run that continues."""
         self._left -= 1
         for warning in warnings:
             self._warn(warning)

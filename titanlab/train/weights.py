@@ -57,7 +57,7 @@ class TensorEntry:
         return BYTES[self.dtype] * math.prod(self.shape)
 
     def chunks(self, *, rows: int = 1) -> Iterator[tuple[list[int], list[int]]]:
-        """Offsets and sizes of boxes: full rows in groups of `rows`, about CHUNK_BYTES in each box."""
+        """Cut the tensor into boxes of about CHUNK_BYTES and full groups of `rows` rows; yields offsets and sizes."""
         width = self.nbytes // max(self.shape[0], 1)
         step = max(CHUNK_BYTES // max(width * rows, 1), 1) * rows
         for start in range(0, self.shape[0], step):
@@ -71,7 +71,7 @@ class WeightsSource:
 
     Attributes:
         entries: every parameter by titanlab's name, in the model's order.
-        biases: of the routers; empty: there are none.
+        biases: biases of the routers; empty: the routers have none.
         about: other values of the folder's config: `max_position_embeddings`, ids of special tokens.
         digest: hash of the content; empty if it is not known.
         copies: tensors that must equal another tensor and are not read: name → the other tensor's name, as in the
@@ -79,7 +79,7 @@ class WeightsSource:
         not_read: a line for each kind of weights in the folder that is not read.
         tokenizer: the folder of the tokenizer's files, which may be missing.
         generation: the path of generation_config.json, or its content.
-        title: of the weights, for people.
+        title: a name of the weights for users.
     """
 
     model: ModelConfig
@@ -148,7 +148,7 @@ class SafetensorsSource(WeightsSource):
         return in_pairs(heads, stored.head)[first - begin : last - begin]
 
     def read_stored(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of one tensor of the files."""
+        """A box of a tensor as the files have it; `name` is a name in `places`."""
         path, stored = self.places[name]
         # The file is closed after each read, because its mapped pages count as this process's memory.
         with safe_open(path, framework="pt") as file:
@@ -248,7 +248,7 @@ def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
     """
     schema = schema_of("model", mapping["kind"])
     for entry in dataclasses.fields(schema):
-        # A config checks ranges but not types: types are checked where people write values.
+        # Check types here, because a config checks only ranges: a recipe's types are checked where users write values.
         if entry.type in (int, "int") and type(value := mapping.get(entry.name, 0)) is not int:
             raise TypeError(f"{entry.name} is not a whole number: {value!r}")
     try:
@@ -259,14 +259,14 @@ def model_of(mapping: Mapping[str, Any]) -> ModelConfig:
 
 
 def biases_of(model: ModelConfig, routing: Biases, key: str, value: object) -> Biases:
-    """The biases in the state of a balance; empty: the model's routers have none.
+    """The routers' biases in `routing`, the saved state of load balancing; empty if the routers have no biases.
 
     Args:
-        model: the config with which the state was saved; only with the balance `bias` does the state have biases.
+        model: the config with which the state was saved; the state has biases only if the config's balance is `bias`.
         key, value: where the state is from, for the error.
 
     Raises:
-        ConfigError: it has other numbers of blocks or experts than the model.
+        ConfigError: the state has another number of blocks or experts than the model.
     """
     account = model.account()
     if account.experts is None or account.experts.balance != "bias" or not routing:
@@ -295,7 +295,7 @@ def read_object(path: Path, key: str) -> dict[str, Any]:
 def indexed_files(path: Path, index: str, single: str, key: str) -> dict[Path, list[str] | None]:
     """The safetensors files of a folder, each with the names of the tensors that the index places in it.
 
-    As in transformers, the single file counts if there is also an index with its files, from an earlier save.
+    If there are both a single file and an index, from an earlier save, the single file is used, as in transformers.
 
     Returns:
         the single file with None for all its tensors, or the files that the index names.
@@ -323,7 +323,7 @@ def read_entries(
     """Tensors in safetensors files by name, and the file of each; does not import torch.
 
     Args:
-        files: the names of the tensors to read of each file; None: all.
+        files: for each file, the names of the tensors to read; None: all tensors.
 
     Raises:
         ConfigError: a file is missing, damaged or not a regular file, or lacks a tensor.
@@ -332,7 +332,7 @@ def read_entries(
     places: dict[str, Path] = {}
     for path, wanted in files.items():
         if path.exists() and not path.is_file():
-            # Opening a named pipe would wait for a writer.
+            # Do not open such a file: opening a named pipe would wait for a writer.
             raise ConfigError(key, path, "is not a regular file", "fetch the file again")
         try:
             with safe_open(path, framework="np") as file:
@@ -386,9 +386,9 @@ _WANTED = (HF_CONFIG, GENERATION, "model*.safetensors", HF_INDEX, *TOKENIZER_FIL
 ABOUT = (CONTEXT, "bos_token_id", "eos_token_id", "pad_token_id")
 # Words that torch.compile, DDP, FSDP and activation checkpointing add to the names of a state_dict.
 _WRAPPERS = re.compile(r"\b(_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-# Endings of files that may hold weights in another form: Mistral's, a variant, GGUF, Meta's.
+# Endings of files with weights in other forms: Mistral's or a variant's safetensors, GGUF, Meta's .pth, PyTorch's .bin.
 _OTHER_WEIGHTS = (".safetensors", ".gguf", ".pth", ".bin")
-# transformers' prefix of all names of tensors but the output head's; AutoModel saves names without it.
+# transformers' prefix of all tensors' names except the output head's; AutoModel saves names without the prefix.
 _BASE = "model."
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -450,7 +450,7 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
     if len(absent) == 1 and not (head := next(iter(absent))).startswith(_BASE):
         rule = f"holds a model without {head}, its output head, which transformers would begin at random"
         raise ConfigError(key, path, rule, "save the whole model, as AutoModelForCausalLM does")
-    # A copy has the shape of its original: the two are compared piece by piece.
+    # A copy must have the shape of its original, because an import compares the two piece by piece.
     check_entries(path, key, {**expected, **{name: expected[copied] for name, copied in copies.items()}}, tensors)
     return SafetensorsSource(
         model=model,
@@ -502,7 +502,7 @@ def fetch_model(repo: str, *, revision: str | None, token: str | None, key: str,
     Raises:
         ConfigError: the model cannot be fetched, or is not supported.
     """
-    # A model that was fetched before needs no network.
+    # If the hub is unreachable, look only in the local cache: a model that was fetched before needs no network.
     problem = unreachable(repo, key)
     given: dict[str, Any] = {"repo_id": repo, "revision": revision, "token": token}
     given |= {} if problem is None else {"local_files_only": True}
