@@ -52,7 +52,7 @@ training.steps=100,200 ⇒ training.steps=100,200: is several values; add -m to 
 --cfg job --package nope ⇒ arguments=data=synthetic --cfg job --package nope: package 'nope' not found in config; see `titanlab train --help`
 --experimental-rerun x.pickle ⇒ --experimental-rerun=x.pickle: a run is not repeated from a pickle; try titanlab resume RUN
 --config-name nope ⇒ --config-name=nope: there is no such config; leave it out, or give --config-dir too
---config-dir nope ⇒ --config-dir=nope: is not a folder; give a folder of groups
+--config-dir nope ⇒ --config-dir=nope: is not a folder; give a folder that has model, data and other groups of options
 --config-path nope ⇒ --config-path=nope: is not a folder of configs; leave it out, or use --config-dir
 -m hydra.job.name=a,b ⇒ hydra.job.name=a,b: is Hydra's own, with one value for all points; give one value
 seed=9223372036854775808 ⇒ seed=9223372036854775808: must lie in [0, 2⁶³); try 0
@@ -102,7 +102,7 @@ data=tokens data.folder=torn-tokens ⇒ data.folder=torn-tokens/train-00000.bin:
 --config-dir conf model=bare ⇒ model=bare: has no schema of this group; begin its YAML with defaults: [llama_schema, _self_] or [mixtral_schema, _self_] or [qwen3_schema, _self_] or [qwen3_moe_schema, _self_]
 --config-dir conf model=extra ⇒ model.foo=: is not a key of this recipe, and model/extra.yaml sets it; keys of model: dim, layers, heads, kv_heads, ffn_dim, vocab_size, norm_eps,…
 --config-dir conf model=torn ⇒ file=conf/model/torn.yaml:2: is not YAML (…); mend that line
---config-dir conf model=lost ⇒ model=nope_schema: there is no such config, which model/lost names; mend model/lost.yaml
+--config-dir conf model=lost ⇒ model=nope_schema: is no option, but model/lost names it; correct model/lost.yaml
 --config-dir conf --config-name other ⇒ --config-name=other: composes no recipe; begin its defaults with recipe_schema
 checkpoint.load_from=nope ⇒ checkpoint.load_from=nope: there is no such folder; give the folder of a run, or of one of its checkpoints
 checkpoint.load_from=saved model.layers=3 ⇒ checkpoint.load_from=saved/checkpoints/step-********: is of another model: layers.2.attention_norm.weight is absent there and 64 here; choose the model that it was trained as
@@ -252,7 +252,7 @@ run --into out --shard-size 1e400GB ⇒ --shard-size=1e400GB: is not a file size
 """,
     "hosts": r"""
 --clear n9 ⇒ --clear=n9: is not on the list; it has: none; see `titanlab hosts`
---clear n1 --all ⇒ --clear=n1: is one host, and --all is given; leave one of the two out
+--clear n1 --all ⇒ --clear=n1: cannot stand beside --all; give one of the two
 """,
     "retry": r"""
 layouts --outcome oom --all-failed ⇒ --outcome=oom: is included in --all-failed; leave one of the two out

@@ -121,7 +121,7 @@ def test_of_many_options_the_first_are_listed():
 def test_files_and_folders_that_cannot_be_read_are_named():
     missing = FileNotFoundError(2, "No such file or directory", "x.yaml")
     assert translated(missing) == "file=x.yaml: cannot be used (No such file or directory); name another"
-    text = "--config-dir=/n: is not a folder; give a folder of groups"
+    text = "--config-dir=/n: is not a folder; give a folder that has model, data and other groups of options"
     assert translated(SearchPathException("x"), (), {"--config-dir": "/n"}) == text
     with pytest.raises(yaml.YAMLError) as raised:
         yaml.safe_load("a: 1\nb: [")

@@ -304,7 +304,7 @@ _HOST_HEADINGS = ("host", "when", "outcome", "run", "cause")
 
 def hosts_verb(args: Namespace) -> int:
     if args.clear is not None and args.all:
-        raise ConfigError("--clear", args.clear, "is one host, and --all is given", "leave one of the two out")
+        raise ConfigError("--clear", args.clear, "cannot stand beside --all", "give one of the two")
     runs = user_path(args.runs)
     known = bad_hosts(runs)
     with Console() as console:

@@ -202,11 +202,11 @@ def check_gpus() -> Iterator[Finding]:
         return
     names = ", ".join(f"{count} × {name}" for name, count in Counter(row[1] for row in rows).items())
     yield ok("GPUs", f"{names}, driver {rows[0][2]}")
-    used = [f"{row[0]} ({row[3]} MiB)" for row in rows if _number(row[3]) > _USED_MIB]
+    used = [f"GPU {row[0]} ({row[3]} MiB)" for row in rows if _number(row[3]) > _USED_MIB]
     if used:
-        hint = "another process uses them: see `nvidia-smi`; a run there is slower, or runs out of memory"
+        hint = "another process uses them, as `nvidia-smi` shows; a run there is slower, or runs out of memory"
         yield warn("GPU memory", f"in use on {', '.join(used)}", hint)
-    errors = [f"{row[0]} ({row[5]})" for row in rows if _number(row[5]) > 0]
+    errors = [f"GPU {row[0]} ({row[5]})" for row in rows if _number(row[5]) > 0]
     if errors:
         hint = "have the GPU reset or replaced; leave it out with CUDA_VISIBLE_DEVICES"
         yield fail("GPU memory errors", f"uncorrected on {', '.join(errors)}", hint)

@@ -233,7 +233,9 @@ def _hydra_loader(flags: Flags) -> ConfigLoader:
     folder = flags.values["--config-path"] or str(conf_folder())
     added = flags.values["--config-dir"]
     if added is not None and not Path(added).is_dir():
-        raise ConfigError("--config-dir", added, "is not a folder", "give a folder of groups")
+        raise ConfigError(
+            "--config-dir", added, "is not a folder", "give a folder that has model, data and other groups of options"
+        )
     is_address = "://" in folder
     start: Any = initialize if is_address else initialize_config_dir
     place = folder if is_address else str(Path(folder).absolute())

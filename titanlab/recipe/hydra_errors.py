@@ -88,7 +88,10 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
         return ConfigError(key, value, "cannot be read as an override", f"quote it: \"{key}='{text}'\"")
     if isinstance(error, SearchPathException):
         return ConfigError(
-            "--config-dir", flags.get("--config-dir") or "", "is not a folder", "give a folder of groups"
+            "--config-dir",
+            flags.get("--config-dir") or "",
+            "is not a folder",
+            "give a folder that has model, data and other groups of options",
         )
     if isinstance(error, MissingConfigException):
         return _missing_config(error, flags)
@@ -118,7 +121,7 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
         # A list of options: `keys.with_combination`.
         options = sorted(str(kind) for kind in discover().get(group, {}))
     elif file is not None:
-        return ConfigError(group, option, f"there is no such config, which {file} names", f"mend {file}.yaml")
+        return ConfigError(group, option, f"is no option, but {file} names it", f"correct {file}.yaml")
     else:
         options = list(error.options or [])
     near = difflib.get_close_matches(option, options, n=1)

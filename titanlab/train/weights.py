@@ -411,7 +411,7 @@ def open_hf(path: Path, key: str) -> SafetensorsSource:
         about = checked_about({name: config[name] for name in ABOUT if name in config})
     except ValueError as error:
         rule = "must be a whole number of at least 1"
-        raise ConfigError(f"{HF_CONFIG}:{CONTEXT}", config[CONTEXT], rule, "restore the file") from error
+        raise ConfigError(f"{HF_CONFIG}:{CONTEXT}", config[CONTEXT], rule, "download the model again") from error
     single = path / f"{HF_STEM}.safetensors"
     has_index, not_read = (path / HF_INDEX).is_file(), []
     if not has_index and not single.is_file():

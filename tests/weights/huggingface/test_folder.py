@@ -152,7 +152,7 @@ def test_a_copy_that_cannot_be_compared_is_one_line(tmp_path, tensor, rule):
         ("rms_norm_eps", float("inf"), "must lie between 0 and 1"),
         ("vocab_size", 1, "must be at least 2"),
         ("head_dim", 0, "must be a whole number of at least 1"),
-        ("max_position_embeddings", "512", "must be a whole number of at least 1; restore the file"),
+        ("max_position_embeddings", "512", "must be a whole number of at least 1; download the model again"),
     ],
 )
 def test_a_value_that_no_model_has_is_one_line(tmp_path, name, value, said):

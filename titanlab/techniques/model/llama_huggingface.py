@@ -167,7 +167,7 @@ def _rope(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
     for place in ("rope_parameters", "rope_scaling"):
         value = config.get(place) or {}
         if not isinstance(value, Mapping):
-            raise _wrong(place, value, "must be an object", "restore the file")
+            raise _wrong(place, value, "must be an object", "download the model again")
         # Either of `rope_type` and the older `type` may be null.
         kinds = [kind for kind in (value.get("rope_type"), value.get("type")) if kind is not None]
         ropes[place] = {**value, "rope_type": kinds[0] if kinds else "default"} if value else {}
@@ -203,14 +203,14 @@ def _rope(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
 def whole_number(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
     value = default if config.get(name) is None else config[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(name, value, "must be a whole number of at least 1", "restore the file")
+        raise _wrong(name, value, "must be a whole number of at least 1", "download the model again")
     return value
 
 
 def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
     value = default if config.get(name) is None else config[name]
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _wrong(name, value, "must be a number", "restore the file")
+        raise _wrong(name, value, "must be a number", "download the model again")
     return float(value)
 
 
@@ -342,5 +342,5 @@ def _active(config: Mapping[str, Any], default: int | None = None) -> int:
     active = whole_number(config, "num_experts_per_tok", default)
     count = config.get("num_experts", config.get("num_local_experts", active))
     if isinstance(count, int) and active > count:
-        raise _wrong("num_experts_per_tok", active, f"is more than the {count} experts", "restore the file")
+        raise _wrong("num_experts_per_tok", active, f"is more than the {count} experts", "download the model again")
     return active
