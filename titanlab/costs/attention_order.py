@@ -1,4 +1,4 @@
-"""Attention kernels by device, in `attention_kernels.json`: which one to try first, and how fast each is."""
+"""Attention kernels by device, from `attention_kernels.json`: which kernel to try first, and how fast each is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rule:
-    """The order for some inputs; the first rule that fits decides.
+    """The order in which to try the kernels for some inputs; the first rule that fits decides.
 
     Attributes:
         order: names of fused kernels, the fastest first.
@@ -36,7 +36,7 @@ class Rule:
     source: str = ""
 
     def fits(self, dtype: str | None, head_dim: int | None, seq_len: int | None) -> bool:
-        """Whether the rule is about these inputs; None (unknown) fits only a rule about all inputs."""
+        """Whether the rule applies to these inputs; a rule with a limit does not apply to an unknown value (None)."""
         is_alike = self.dtype in (None, dtype) and self.head_dim in (None, head_dim)
         return is_alike and (self.longest is None or (seq_len is not None and seq_len <= self.longest))
 
@@ -82,7 +82,7 @@ class AttentionRates:
 
     Attributes:
         shares: kernel → its causal FLOP/s, forward and backward, as shares of the device's peak in bfloat16.
-        watts: limit of the power at which they were measured.
+        watts: the device's power limit while the rates were measured.
     """
 
     shares: Mapping[str, tuple[float, float]]
@@ -108,7 +108,8 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
     """The rules that a table has for a device.
 
     Args:
-        table: `measured`: rows of `benchmarks/gpu_attention.py`; `published`: by the first number of the capability.
+        table: `measured` has the rows of `benchmarks/gpu_attention.py`; `published` has the first kernel to try, by the
+            first number of the capability.
     """
     published = Rule(("flash", "cudnn", "efficient"), source="no measurement is known; torch's own first choice")
     for row in table["published"]:

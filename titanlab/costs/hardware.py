@@ -1,7 +1,7 @@
 """Datasheet figures of devices: dense peaks, memory, links.
 
 Peaks are those of dense matrix products, half of what datasheets print "with sparsity". Every figure has a
-source, and an unknown device has no peak: no MFU is better than an MFU against a wrong peak.
+source. An unknown device has no peak, and its runs report no MFU: a wrong MFU would be worse.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Device:
 
 
 def _peaks(bf16: float, *, fp8: float | None, tf32: float | None, fp32: float | None) -> dict[str, float]:
-    """Peaks of a device whose two half precisions are equally fast, as in every row of the table."""
+    """Peaks by dtype. On every device of the table bfloat16 and float16 are equally fast."""
     rates = {"bfloat16": bf16, "float16": bf16, "float8_e4m3fn": fp8, "float8_e5m2": fp8, "tf32": tf32, "float32": fp32}
     return {dtype: rate for dtype, rate in rates.items() if rate is not None}
 
@@ -72,10 +72,10 @@ DEVICES = (
     # Name, words, other words, memory and its bandwidth, link, peaks, measured products, source, watts.
     Device("A100 SXM 80 GB", "A100 80GB", "SXM SXM4", 80, 2000, 300, _A100, _A100_PRODUCTS, _TABLES, 400),
     Device("A100 SXM 40 GB", "A100 40GB", "SXM SXM4", 40, 1600, 300, _A100, _A100_PRODUCTS, _TABLES, 400),
-    # This card has the SXM module's peak in bfloat16; the sources have no other figure.
+    # The A100 PCIe has the SXM module's peak in bfloat16; the sources have no other figure of it.
     Device("A100 PCIe", "A100 PCIE", "40GB 80GB", None, None, None, {"bfloat16": 312}, {}, _TORCHTITAN, 300),
     Device("H100 SXM", "H100 80GB HBM3", "", 80, 3350, 450, _HOPPER, _HOPPER_PRODUCTS, _TABLES, 700),
-    # This name differs from other H100 names only by missing words.
+    # Torch names this device `H100` only; the names of other H100 have more words.
     Device("H100 96 GB HBM2e", "H100", "", 96, 2400, 450, _HOPPER, _HOPPER_PRODUCTS, _HBM2E, 500, 700),
     Device("H100 PCIe", "H100 PCIE", "80GB", 80, 2000, None, _H100_PCIE, {}, _TABLES, 350),
     Device("H100 NVL", "H100 NVL", "", 94, 3900, None, {"bfloat16": 835}, {}, f"{_TORCHTITAN}; memory: {_TABLES}", 400),
@@ -125,7 +125,7 @@ def power_share(watts: float | None, measured: float | None) -> float:
     """The clock under a limit of power, as a share of the clock at which a rate was measured.
 
     At the limit the dynamic power is c·V²·f, and the voltage V falls with the frequency f: f grows with the cube root
-    of the power. None: the limits are alike.
+    of the power. If a limit is None, the limits count as equal: the share is 1.
     """
     if watts is None or measured is None or watts >= measured:
         return 1.0

@@ -56,9 +56,9 @@ class RunWork:
 
     Attributes:
         devices: number of devices that share the tokens of a step.
-        flops_per_token: forward and backward, of the whole model.
+        flops_per_token: FLOPs of the whole model for one token, forward and backward.
         convention: formula of the FLOPs, such as `6(N−N_emb)+12·L·H·Q·T`.
-        peak_flops: of one device in the precision of the matrix products, per second; None if unknown.
+        peak_flops: peak FLOP/s of one device in the precision of the matrix products; None if unknown.
         peak_source: source of the peak (a datasheet, or a measurement at start), and notes on the meaning of the MFU.
         may_exceed_peak: whether some products have a faster format than the peak's: by convention, MFU in float8
             divides by the peak of bfloat16.
@@ -127,17 +127,17 @@ class Meter:
         self._warmup_steps = warmup_steps
         self._clock = clock
         self._tokens_seen = tokens_seen
-        # Arrays, because they have a value for every step of the attempt: eight bytes per value.
+        # Arrays need eight bytes per value, which matters: they have a value for every step of the attempt.
         self._seconds = array("d")
         self._data_seconds = array("d")
         self._tokens = array("d")
         self._window_start = 0
         self._paused_total = 0.0
-        # Pauses that do not recur, so that the estimate of the remaining time excludes them.
+        # Seconds of pauses that do not recur; the estimate of the remaining time excludes them.
         self._once_total = 0.0
         self._step_paused = 0.0
-        # For each step that has not ended, the seconds that it has waited for data. There are two such steps if the
-        # host sends one before the previous one has ended.
+        # For each step that has not ended, the seconds that it has waited for data. Two steps have not ended if the
+        # host starts one before the device has ended the previous one.
         self._loaded: deque[float] = deque()
         self._depth = 0
         self._mark: float | None = None
@@ -205,7 +205,7 @@ class Meter:
         while self._loaded:
             data += self._loaded.popleft()
             if at is not None:
-                # The device still computes the later steps.
+                # The other values belong to later steps, which the device still computes.
                 break
         self._data_seconds.append(data)
         self._tokens.append(tokens)
@@ -269,8 +269,8 @@ class Meter:
         """The speed of the steps from `start` on.
 
         Args:
-            seconds: of one step.
-            average: of values by step.
+            seconds: mean or median seconds of one step.
+            average: function that averages the values of several steps.
             rate: tokens per second of all devices.
         """
         per_device = rate / self._work.devices
