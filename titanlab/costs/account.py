@@ -330,8 +330,7 @@ def is_in_block(name: str) -> bool:
 def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
     """Path of every linear layer → shape of its weight, [out, in].
 
-    In the tensor plan linear layers have the style `colwise`, `rowwise` or `head`; without a plan, every matrix is a
-    linear layer's, except tables whose rows are looked up.
+    Linear layers have the style `colwise`, `rowwise` or `head`; without a plan, all matrices but lookup tables count.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter, shape in model.parameters.items():
@@ -361,12 +360,13 @@ def with_frozen(account: ModelAccount, patterns: Sequence[str]) -> ModelAccount:
     return replace(account, frozen=frozenset(matching))
 
 
+# Names of titanlab's operators in torch. The text below each name says what the operator does.
 CONTEXT_ATTENTION = "titanlab.context_attention.default"
-"""Name of the operator for attention of a context-parallel rank."""
+"""Attention of a context-parallel rank."""
 GROUPED_PRODUCT = "titanlab.grouped_product.default"
-"""Name of the operator for the products of all experts of a rank."""
+"""The products of all experts of a rank."""
 EXCHANGE = "titanlab.exchange.default"
-"""Name of the operator that exchanges rows between the ranks of expert parallelism."""
+"""The exchange of rows between the ranks of expert parallelism."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,9 +377,8 @@ class TensorStyle:
         cut_dim: the dim along which parameters are cut; None: they stay whole, as do parameters without this dim.
         allows_uneven: whether parts may have different sizes.
         is_stack: whether parameters have one dim before those of a layer: they are stacked matrices of experts.
-        gathers: whether the module reads the residual stream: forward an all-gather (none without sequence
-            parallelism), backward a sum.
-        sums: whether the module adds to the residual stream: forward a sum, backward an all-gather (or none).
+        gathers: whether the module reads the residual stream: all-gather forward (or nothing), sum backward.
+        sums: whether the module adds to the residual stream: sum forward, all-gather backward (or nothing).
         has_parameters: whether the module itself has parameters.
         treats_part: whether whole parameters act on a rank's part of an activation, so that each rank has only a
             partial gradient of them.

@@ -108,8 +108,7 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
     """The rules that a table has for a device.
 
     Args:
-        table: `measured` has the rows of `benchmarks/gpu_attention.py`; `published` has the first kernel to try, by the
-            first number of the capability.
+        table: `measured`: rows of `benchmarks/gpu_attention.py`; `published`: first kernel by major capability.
     """
     published = Rule(("flash", "cudnn", "efficient"), source="no measurement is known; torch's own first choice")
     for row in table["published"]:

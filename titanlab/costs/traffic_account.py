@@ -135,9 +135,8 @@ def gathers(step: Step, number: int, *, reshards: bool, idle: bool = False, pref
 def add_tensor(step: Step, pieces: Sequence[str], traffic: Traffic) -> None:
     """Add tensor parallelism's collectives for activations, gradients (arXiv 1909.08053, 2205.05198) and the loss.
 
-    With sequence parallelism, a module that reads the residual stream needs an all-gather forward and a reduce-scatter
-    backward; a module that writes the stream needs the reverse. Without sequence parallelism, reading needs an
-    all-reduce backward, and writing needs an all-reduce forward.
+    To read the residual stream, a module needs an all-gather forward and a reduce-scatter backward; to write it, the
+    reverse. Without sequence parallelism, reading is an all-reduce backward, and writing is an all-reduce forward.
     """
     ranks, axis = step.layout.tensor, step.axis("tensor")
     if ranks == 1:

@@ -262,8 +262,7 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
         kernels[1].append(KernelGroup(0.0, "", backward, 2 * launches, part.fused))
         scaled = product.scales_gradients * (_SCALED if part.fused else _EAGER_SCALED)
         of_inputs, of_weight = rows * inner * scaled, part.chunks * inner * columns * scaled
-        # Float8 products transpose an operand in memory: the weight for the input's gradient, and both operands for the
-        # weight's gradient.
+        # Float8 products need transposed copies: of the weight, and of both operands of the weight's gradient.
         if not part.fused and product.input_gradient.startswith("float8"):
             of_inputs += inner * columns * TRANSPOSED
         if not part.fused and product.weight_gradient.startswith("float8"):
@@ -563,8 +562,7 @@ class _Shaped:
         return hidden + max(0, count - len(products)) * each
 
     def _context(self) -> tuple[float, float]:
-        """Seconds of context parallelism, forward and backward: exposed communication and merges of partial results.
-
+        """Seconds of context parallelism, forward and backward: exposed communication, and merges of partial results.
         A ring exposes max(0, transfer − attention) for each hop; nothing hides an all-gather.
         """
         sent = self._seconds(add_context, "context", self.step, Coordinate(), (self.facts.block,))

@@ -120,8 +120,7 @@ def _with_link(
 ) -> Cluster:
     """The cluster with the bandwidth of measured collectives; adds their efficiency and latency to `shares`.
 
-    The model is seconds = latency · nominal + bytes / bandwidth. Divided by the nominal fixed time it is a straight
-    line, whose constant is the latency.
+    Fits seconds = latency · nominal + bytes / bandwidth, which is a straight line after division by `nominal`.
     """
     group, nodes = collectives[0].group, 1 if collectives[0].group == names.NODE else 2
     sizes, times = [], []
@@ -206,8 +205,7 @@ def _figures(row: Mapping[str, Any]) -> tuple[dict[str, float], list[MeasuredCol
     return figures, collectives
 
 
-# For CPUs the fit starts with rates this many times larger: efficiencies are at most 1, but caches are faster than
-# memory.
+# CPUs' rates start the fit this many times larger: efficiencies are at most 1, but caches are faster than memory.
 _WIDER = 5.0
 # Least fitted memory value of a cluster, because a cluster's values must be positive.
 _LEAST = 1e-3

@@ -210,9 +210,8 @@ def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[in
 def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> frozenset[tuple[int, ...]]:
     """The different states of a rank in which it may keep the most activations.
 
-    These are the states after the last of consecutive forward passes, and after each gradient of an input. A state
-    counts microbatches: for each stage of the rank, those between their forward pass and the gradient of their input;
-    then, again for each stage, those between the two halves of a split backward.
+    They follow the last of consecutive forward passes, or a gradient of an input. A state counts, for each stage, the
+    microbatches between forward and gradient of the input; then, for each stage, those between a backward's two halves.
     """
     own = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
     places = {stage: place for place, stage in enumerate(own)}

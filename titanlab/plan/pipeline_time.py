@@ -16,8 +16,7 @@ from titanlab.techniques.schedule.contract import PipelineSchedule
 _ROUNDING = 0.005
 # A shorter simulation has this many microbatches per rank, which is enough to reach the steady state.
 _ROUNDS = 2
-# The increase of a step by such a small transfer time tells how many transfers the step waits for. In units of a
-# stage's mean time.
+# A small transfer time, in mean times of a stage: how much it lengthens a step tells how many transfers it waits for.
 _SMALL = 1e-4
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 

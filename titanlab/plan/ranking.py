@@ -149,10 +149,8 @@ class RecipeRanking:
     _known_passes: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def best(self, count: int) -> list[Ranked]:
-        """The fastest recipes, in order of speed after the first.
-
-        The first is the recipe with the fewest axes of those within `NEAR` of the fastest: estimates cannot tell which
-        of these is faster.
+        """The fastest recipes, in order of speed after the first. The first is the recipe with the fewest axes of all
+        within `NEAR` of the fastest, because estimates cannot tell which of them is faster.
         """
         found: list[Ranked] = []
         for ranked in itertools.islice(self._in_order(), count + _LOOKED):

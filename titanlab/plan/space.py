@@ -178,7 +178,7 @@ class LayoutSpace:
         return found[chosen]
 
     def _are_alike(self, layout: Layout) -> bool:
-        """Whether all layouts that differ from this one only in `replicate`, `shard` and `expert` break the same rule."""
+        """Whether all layouts that differ from it only in `replicate`, `shard` and `expert` break the same rule."""
         if self.recipe.training.global_batch % layout.data or self._context_broken(layout.context):
             return True
         return self._account.experts is None and (layout.tensor == 1 or bool(self._degree_broken(layout.tensor)))

@@ -25,8 +25,7 @@ from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, pipeline_tim
 from titanlab.plan.stages import Seen, message_bytes, model_facts
 from titanlab.recipe import Recipe, step_of
 
-# How often a step reads or writes all gradients outside of the optimizer: once for their norm, once to zero them; and
-# twice to scale them.
+# How often a step reads or writes all gradients outside of the optimizer: for the norm and to zero them; to scale them.
 _GRADIENT_PASSES, _SCALING_PASSES = 2, 2
 
 
@@ -197,8 +196,7 @@ def _add_fsdp(recipe: Recipe, machine: Machine, stage: RankTime, parts: dict[str
     hidden = freed * (microbatches * ahead_exposed + (microbatches - 1 - more) * back_exposed)
     hidden += freed * (exposed(back, gather + reduce, machine) + more * exposed(back, gather + block.scatter, machine))
     hidden += kept * (ahead_exposed + exposed(back, reduce, machine) + more * exposed(back, block.scatter, machine))
-    # The last reductions of a microbatch overlap the next microbatch's forward. In a pipeline, pieces outside blocks
-    # reduce only once.
+    # A microbatch's last reductions overlap the next forward. In a pipeline, pieces outside blocks reduce only once.
     more_edges = more if layout.pipeline == 1 else 0
     ends = block.scatter + edges.scatter * (more_edges > 0)
     hidden += more * exposed(stage.whole.ahead, ends, machine)
