@@ -81,7 +81,7 @@ class Share:
     expert: int = 1
 
     def bytes_of(self, activations: Iterable[Activation]) -> int:
-        """Bytes of these tensors on one rank, each counted once."""
+        """Bytes of the activations on one rank; a tensor that appears several times counts once."""
         sizes: dict[str, int] = {}
         for tensor in activations:
             if tensor.accelerator not in ("", self.accelerator):
@@ -185,7 +185,7 @@ class TensorPlan(dict[str, str]):
 
     def _style_of(self, module: str) -> str:
         for pattern, style in self.items():
-            # Compare the number of dots, because fnmatch's `*` would match several steps.
+            # Compare the number of dots too, because fnmatch's `*` also matches several steps.
             if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern):
                 return style
         return ""
@@ -209,7 +209,7 @@ def style_of(plan: Mapping[str, str], module: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """Linear layers with the same input that the trainer computes as one product (`parallelism/pipeline_weights.py`).
+    """Linear layers of one input, which the trainer computes as one product (`parallelism/pipeline_weights.py`).
 
     Attributes:
         caller: path of the `Projections` that calls them; `layers.*` matches every block.
@@ -222,7 +222,7 @@ class Joined:
     copied: tuple[str, ...] = ()
 
     def paths(self, layers: int) -> list[tuple[str, ...]]:
-        """Paths of the linear layers of each product, in a model of `layers` blocks."""
+        """For each block of a model of `layers` blocks, the paths of the linear layers that its product joins."""
         owner = self.caller.rpartition(".")[0]
         return [
             tuple(f"{owner.replace('*', str(number), 1)}.{name}" for name in self.layers) for number in range(layers)
@@ -231,7 +231,7 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAccount:
-    """What a model declares about itself.
+    """All that a model declares about itself for costs, planning and parallelism.
 
     Attributes:
         parameters: name of every stored parameter → its shape; a tied parameter has only its owner's name.
@@ -301,7 +301,7 @@ class ModelAccount:
 
     @functools.cached_property
     def idle(self) -> tuple[str, ...]:
-        """The pieces before the first trained parameter: they have no backward pass, and keep nothing for one."""
+        """The pieces before the first trained parameter. They have no backward pass, and keep no activations."""
         # A router counts its tokens in the backward pass, so every block with experts has a backward pass.
         if not self.frozen or self.experts is not None:
             return ()
@@ -353,7 +353,7 @@ def path_matches(name: str, pattern: str) -> bool:
 
 
 def with_frozen(account: ModelAccount, patterns: Sequence[str]) -> ModelAccount:
-    """The account with the parameters that match a pattern as frozen."""
+    """The account in which the parameters that match a pattern are frozen."""
     if not patterns:
         return account
     matching = (name for name in account.parameters if any(path_matches(name, pattern) for pattern in patterns))
@@ -432,7 +432,7 @@ def parameter_style(account: ModelAccount, parameter: str) -> str:
 
 
 def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
-    """FLOPs of forward and backward for one token: 6·(N − N_emb) + 12·L·H·Q·T; of experts N counts the active ones.
+    """FLOPs of forward and backward for one token: 6·(N − N_emb) + 12·L·H·Q·T; N counts only the active experts.
 
     Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per
     layer for H heads of width Q over T positions, without a discount for causality and without
@@ -520,7 +520,7 @@ def fsdp_dim(shape: Sequence[int], cut: int | None, *, tensor: int, fsdp: int) -
 
 
 def gathered_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0) -> tuple[int, ...]:
-    """Shape of a parameter that FSDP2 gathers: this rank's part, padded so that all shards are equal."""
+    """Shape of a parameter after FSDP2's gather: a tensor-parallel rank's part, padded so that all shards are equal."""
     shape = tensor_part(account, name, tensor=tensor, number=number)
     if sharded_dim(account, name, tensor=tensor, fsdp=fsdp) > 0:
         return shape  # such a dim is divisible; the rules of layouts require this for columns

@@ -105,7 +105,7 @@ def kernel_rules(capability: Capability | None) -> tuple[Rule, ...]:
 
 
 def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[Rule, ...]:
-    """The rules that a table has for a device.
+    """The rules for a device, made from a table.
 
     Args:
         table: `measured`: rows of `benchmarks/gpu_attention.py`; `published`: first kernel by major capability.
@@ -122,7 +122,7 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
     measured_rules = []
     for (dtype, head_dim), rows in groups.items():
         rows.sort(key=lambda row: int(row["seq_len"]))
-        # The geometric mean of two measured lengths separates their rules.
+        # Sequences up to the geometric mean of two measured lengths take the order of the shorter length.
         bounds = [math.isqrt(a["seq_len"] * b["seq_len"]) for a, b in zip(rows, rows[1:], strict=False)]
         for row, longest in zip(rows, [*bounds, None], strict=True):
             measured = {name: ms for name, ms in row["ms"].items() if ms is not None}

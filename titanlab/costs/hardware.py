@@ -16,7 +16,7 @@ _TORCHTITAN = "torchtitan, get_peak_flops"
 
 @dataclass(frozen=True)
 class Device:
-    """One device, or one die of a device that torch shows as several.
+    """The figures of one device; or of one die, if torch shows a device's dies as separate devices.
 
     Attributes:
         words: words that its name in torch (`torch.cuda.get_device_name`) contains.
@@ -86,9 +86,9 @@ DEVICES = (
     Device("MI300X", "MI300X", "INSTINCT OAM", 192, 5300, None, _MI300X, {}, _TABLES, 750),
 )
 _VENDORS = frozenset({"NVIDIA", "AMD"})
-# Compute capability → words of device names, also of devices without figures above. One word is enough, because slices
-# and variants of a device have its capability. (NVIDIA, "CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus
-# and its legacy page.)
+# Compute capability → words of device names, also of devices without figures above. A name needs only one of the words,
+# because slices and variants of a device have the device's capability. (NVIDIA, "CUDA GPU Compute Capability",
+# developer.nvidia.com/cuda/gpus and its legacy page.)
 _CAPABILITIES: Mapping[tuple[int, int], str] = {
     (6, 0): "P100",
     (7, 0): "V100",
@@ -122,7 +122,7 @@ _STATIC_WATTS = 100.0
 
 
 def power_share(watts: float | None, measured: float | None) -> float:
-    """The clock under a limit of power, as a share of the clock at which a rate was measured.
+    """The clock under the power limit `watts`, as a share of the clock under the limit `measured`.
 
     At the limit the dynamic power is c·V²·f, and the voltage V falls with the frequency f: f grows with the cube root
     of the power. If a limit is None, the limits count as equal: the share is 1.

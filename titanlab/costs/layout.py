@@ -1,4 +1,4 @@
-"""A layout: the number of processes on each axis of parallelism, and the divisors that degrees may be."""
+"""`Layout`: the number of processes on each axis of parallelism; and the divisors of a number, for degrees."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FSDP_AXES = ("shard", "context")
 # Short names of axes, for labels and names of runs. In labels the pipeline comes last, as in the literature.
 SHORT = {"replicate": "dp_r", "shard": "dp_s", "context": "cp", "tensor": "tp", "pipeline": "pp"}
 
-# How gradients of data-parallel ranks are summed.
+# What sums the gradients of data-parallel ranks.
 DataParallelism = Literal["ddp", "fsdp2", "none"]
 FOLD = "·"  # between the names of axes that share one dimension of the mesh
 
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def expert_shard(self) -> int:
-        """Number of processes over which FSDP2 shards a part of the experts."""
+        """Number of processes over which FSDP2 shards each of the `expert` parts of the experts."""
         return self.fsdp * self.tensor // self.expert
 
     # The next three are cached: a search for layouts reads them some ten thousand times.
@@ -84,7 +84,7 @@ class Layout:
         return "·".join(parts) or "single"
 
     def data_parallelism(self, *, mixed: bool) -> DataParallelism:
-        """How gradients of ranks with different tokens are summed.
+        """What sums the gradients of ranks with different tokens: DDP, FSDP2 or nothing.
 
         Args:
             mixed: parameters are cast before they compute, or gradients before they are summed. FSDP2 does these casts.

@@ -1,4 +1,4 @@
-"""Measurement of a run: seconds, tokens, FLOPs; it uses a clock and no device.
+"""Measures the seconds, tokens and FLOPs of a run's steps, with a clock and without a device.
 
 A step lasts from the end of the previous step to its own end, without the time inside `paused` (validation,
 checkpoints). An accelerator still computes while the host already sends the next step: pass `end_step` the time at
@@ -32,8 +32,8 @@ TFLOPS = "tflops"
 MFU = "mfu(%)"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
 STEP_SECONDS_MEDIAN = "time_metrics/end_to_end_median(s)"
-# Quartiles in a summary: a quarter of the steps after warm-up took less than the first value, a quarter more than the
-# second.
+# Quartiles in a summary: a quarter of the steps after warm-up took less time than the lower value, and a quarter took
+# more time than the higher value.
 STEP_SECONDS_LOW = "time_metrics/end_to_end_quartile_1(s)"
 STEP_SECONDS_HIGH = "time_metrics/end_to_end_quartile_3(s)"
 DATA_SECONDS = "time_metrics/data_loading(s)"
@@ -52,7 +52,7 @@ PAUSED_SECONDS = "time_metrics/paused(s)"
 
 @dataclass(frozen=True, kw_only=True)
 class RunWork:
-    """The constants of a run's throughput.
+    """The constants of a run that turn seconds into throughput, TFLOP/s and MFU.
 
     Attributes:
         devices: number of devices that share the tokens of a step.
@@ -223,7 +223,7 @@ class Meter:
         return self._speed(start, seconds=statistics.fmean(seconds), average=statistics.fmean, rate=rate)
 
     def measured(self) -> Speed | None:
-        """Medians over all steps after warm-up; None if there is no such step."""
+        """The median speed over all steps after warm-up; None if there is no such step."""
         start = min(self._warmup_steps, self.steps)
         if start == self.steps:
             return None

@@ -1,4 +1,4 @@
-"""Formulas for the communication of a step, from the model's account, the layout and a few options; and their table.
+"""Formulas for a step's communication, which give a table; they need the model's account, layout and a few options.
 
 The formulas count every operation; tests compare them with traced steps. Symbols: M microbatches, L blocks.
 
@@ -199,7 +199,7 @@ def add_context(
     heads = step.account.kv_heads // step.layout.tensor
     for block in (piece for piece in pieces if is_in_block(piece)):
         ends = only_forward or block in step.account.idle
-        # The backward pass transfers keys and values once more.
+        # Keys and values are transferred in the forward pass, and again in the backward pass.
         passes = 1 if ends else 2
         # Bytes of a rank's keys (its values have as many): of all its tokens, and of the first half of them.
         whole = step.tokens * heads * step.account.head_dim * step.element_bytes(block)
@@ -260,7 +260,7 @@ def _add_repeated(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: 
 
 
 def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
-    """Hidden states to the next stage and gradients to the previous one, unless that stage is on the same rank."""
+    """Add hidden states for the next stage and gradients for the previous stage, if that stage is on another rank."""
     shape = hidden_shape(
         step.layout,
         microbatch=step.microbatch,
@@ -324,7 +324,7 @@ class Repeats:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The inputs of the formulas.
+    """What the formulas need to know about a step.
 
     Attributes:
         seq_len: tokens of a sequence, over all its ranks.
@@ -436,7 +436,7 @@ class TrafficRow:
 
 
 class Traffic:
-    """Sums of operations by axis and kind."""
+    """Counts operations, and sums their bytes, by axis and kind."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], list[int]] = {}
@@ -487,10 +487,10 @@ def traffic_lines(rows: Iterable[TrafficRow]) -> list[str]:
 
 
 def traffic_metrics(rows: Iterable[TrafficRow]) -> dict[str, int]:
-    """The table as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
+    """The rows as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
     table = {}
     for row in rows:
-        # In ASCII, for trackers and shells.
+        # Keys must be ASCII for trackers and shells.
         key = f"traffic/{row.axis.replace(FOLD, '_')}/{row.kind}"
         table.update({f"{key}_count": row.count, f"{key}_bytes": row.bytes, f"{key}_wire_bytes": row.wire_bytes})
     return table

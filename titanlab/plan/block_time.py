@@ -56,8 +56,8 @@ _RING_ENDS, _MERGE, _MERGE_KERNELS = 12, 18, 8
 # Backward: for each hop, the addition to the queries' gradient in float32. For keys and for values: the zeros, the
 # addition of the kernel's gradients to these zeros, and the addition of other ranks' gradients in float32.
 _MERGE_QUERIES, _MERGE_KEYS, _MERGE_BACKWARD_KERNELS = 10, 18, 10
-# Rows of queries that one multiprocessor computes at once, and multiprocessors of an H100, which stands for all devices
-# (an A100 has 108, a B200 148). Fewer tiles of rows leave some of them idle.
+# Rows of queries that one multiprocessor computes at once (a tile); and the number of multiprocessors of an H100, which
+# stands for all devices (an A100 has 108, a B200 148). If there are fewer tiles, some multiprocessors are idle.
 _QUERY_TILE, _MULTIPROCESSORS = 128, 132
 # Memory traffic of a pointwise backward relative to its forward: it reads gradient and saved inputs, writes a gradient.
 _POINTWISE_BACKWARD = 2.0
@@ -133,7 +133,7 @@ _VIOLATION = 0.72
 
 
 def imbalance_of(experts: RoutedExperts | None, degree: int) -> float:
-    """Rows of the busiest of the ranks that share the experts, as a multiple of the mean.
+    """Rows of the busiest rank of those that share the experts, as a multiple of the ranks' mean.
 
     Assumes that experts' loads are independent: the mean load of a rank's experts then deviates less than one load.
     """
@@ -616,7 +616,7 @@ def model_time(recipe: Recipe, machine: Machine) -> ModelTime:
 
 @functools.lru_cache(maxsize=1024)
 def _without_frozen(times: ModelTime, freeze: tuple[str, ...]) -> ModelTime:
-    """The times without the gradients of frozen weights, and without the backward of pieces that have none."""
+    """The times without gradients of frozen weights, and without a backward pass for pieces that have none."""
     account = with_frozen(model_facts(times.model).account, freeze)
 
     def trained(piece: str, time: PieceTime) -> PieceTime:

@@ -26,7 +26,7 @@ KEY = "--measure"
 _RUNS = "--calibrate"
 # Group of ranks → the efficiency that the times of its collectives determine.
 _LINKS = {names.NODE: "link", names.WORLD: "network"}
-# For messages: divisor, unit, digits of each figure.
+# Figure → how messages show it: divisor, unit, number of digits.
 _UNITS: Mapping[str, tuple[float, str, int]] = {
     names.PRODUCT: (1e9, "GFLOP/s", 1),
     names.ATTENTION: (1e9, "GFLOP/s", 1),
@@ -61,7 +61,7 @@ class MeasuredCollective(NamedTuple):
 
     @property
     def trips(self) -> int:
-        """How many times data goes around the ring."""
+        """How many times the collective sends its data around the ring."""
         return 2 if self.kind == "all_reduce" else 1
 
 
@@ -75,7 +75,7 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     cluster = dataclasses.replace(recipe.cluster, efficiencies={})
     is_cpu = cluster.accelerator == "cpu"
     products = [rate for name, rate in figures.items() if name.startswith(names.PRODUCT)]
-    # The fastest product, and the median of products as large as a model's.
+    # `best` is the rate of the fastest product; `typical` is the median of products as large as a model's.
     best, typical = max(products), statistics.median(products[_SMALL_SQUARES:] or products)
     memory = max(figures[names.COPY], figures[names.POINTWISE])
     measured = dataclasses.replace(cluster, peak_tflops=best / 1e12, memory_gb_per_second=memory / 1e9)
@@ -145,7 +145,7 @@ def _with_link(
 
 
 def doubts(row: Mapping[str, Any], cluster: Cluster) -> list[str]:
-    """A line for each link of a measured cluster that has no bandwidth although collectives were measured on it."""
+    """A warning for each link whose collectives were measured, but gave no bandwidth for the cluster."""
     groups = {each.group for each in _figures(row)[1]}
     return [
         f"no bandwidth of the {name}: the times of its collectives do not grow with their sizes; measure again "
@@ -156,7 +156,7 @@ def doubts(row: Mapping[str, Any], cluster: Cluster) -> list[str]:
 
 
 def rate_lines(row: Mapping[str, Any]) -> list[str]:
-    """What was measured, as text.
+    """Lines of text that show the measured figures.
 
     Raises:
         ConfigError: a figure is missing or not positive.
@@ -402,7 +402,7 @@ _PRIOR = 0.02
 _HELD = 1e-3
 _ITERATIONS = 40
 _SMALL = 1e-4
-# Parameters whose limits are orders of magnitude apart: their coordinate is the logarithm.
+# Parameters whose limits are orders of magnitude apart: the fit uses the logarithm of the value as coordinate.
 _LOGARITHMIC = ("launch_seconds", "latency", *HOST)
 _FLOOR = 1e-8  # least seconds: zero has no logarithm
 
@@ -463,7 +463,7 @@ def fit_sum(
 
 
 def _coordinate(name: str, value: float) -> float:
-    """Map a value inside its limits to an unlimited number; `_value` is the inverse."""
+    """The unlimited number (coordinate) that stands for a value inside its limits in a fit; `_value` is the inverse."""
     if name in _LOGARITHMIC:
         return math.log(max(value, _FLOOR))
     least, most = LIMITS[name]

@@ -36,7 +36,7 @@ MEMORY_ERROR = 0.40
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one run takes.
+    """The time, device memory and checkpoint size that a run is estimated to need.
 
     Attributes:
         hours: of the run's steps, without start, validation and checkpoints.

@@ -110,13 +110,13 @@ def memory_error() -> float:
 # Share of the peak that products reach on a device without a measured rate; measured on an H200.
 _ATTAINABLE = 0.681
 _NOT_MEASURED = "no rate of {device} was measured: products are taken to reach {share:.0%} of its peak, as on an H200"
-# Directions of attention, as parts of the names of its rates: `cudnn backward`.
+# Passes of attention, as its rates' names have them: `cudnn backward`.
 FORWARD, BACKWARD = "forward", "backward"
 # Seconds that a collective takes in addition to its bytes' time, inside a node and between nodes: fixed seconds, from
 # Calculon (systems/h100_80g_nvl8.json), and seconds of each hop of its ring, from NCCL (tuning.cc, LL128 and Simple).
 _LINK_SECONDS, _NETWORK_SECONDS = 10e-6, 20e-6
 _LINK_HOP, _NETWORK_HOP = 1.9e-6, 14e-6
-# Memory of a process with torch imported, in GB.
+# GB of memory of a process on a CPU that has imported torch.
 _CPU_PROCESS = 0.45
 _ROUGH = "no rates of these CPUs were measured, times are rough: titanlab plan --measure, or --calibrate SWEEP"
 # GB/s of a device's network if the cluster does not say it: an adapter of 400 Gb/s for each device.

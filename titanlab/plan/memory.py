@@ -281,7 +281,7 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
         buffers = (1 + ahead) * block.gathered + edges.gathered
         # Symmetric memory has a pool of its own, which keeps the buffers of all gathers that run at once.
         kept = buffers + max(block.unreduced, edges.unreduced)
-    # Messages of pipeline parallelism, and a gathered or unsummed residual stream of tensor parallelism.
+    # Buffers for messages of pipeline parallelism, and for tensor parallelism's gathered or unsummed residual stream.
     messages = 2 * hidden if layout.pipeline > 1 else 0
     if layout.tensor > 1 and config.sequence_parallel:
         messages += 2 * hidden * layout.tensor
@@ -449,7 +449,7 @@ def _parameters(model: ModelConfig, freeze: tuple[str, ...]) -> tuple[Mapping[st
     alike = {}
     for piece, own in names.items():
         kind = tuple((name.removeprefix(f"{piece}."), account.parameters[name], name in account.frozen) for name in own)
-        # Pieces outside blocks may differ in more than their parameters.
+        # Only blocks count as equal: pieces outside blocks may differ in more than their parameters.
         alike[piece] = first.setdefault(kind, piece) if is_in_block(piece) else piece
     return names, alike
 

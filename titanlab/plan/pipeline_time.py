@@ -37,7 +37,7 @@ class PipelineTime(NamedTuple):
 
 
 class Stages:
-    """The stages of a pipeline, and sums over them.
+    """The times of a pipeline's stages, and sums over the stages.
 
     Attributes:
         busy, busiest: time of the busiest rank for one microbatch, and that rank's number.
@@ -245,7 +245,7 @@ def least_idle(
     splits = splits_backward(schedule, ranks, microbatches)
     kept = schedule.peak_in_flight(ranks=ranks, microbatches=microbatches)
     backward = [stage.inputs if splits else stage.inputs + stage.weights for stage in stages]
-    # Sums over the stages before each one, and over those after it.
+    # For each stage, the sum over the stages before it.
     forward_before = [0.0, *accumulate(stage.forward for stage in stages)]
     backward_before = [0.0, *accumulate(backward)]
     own: dict[int, list[int]] = {}

@@ -105,7 +105,7 @@ def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches
 _BUBBLE_SHARE = 0.8
 
 
-# Recipes whose times differ by less than this share are alike: the planner's median error is larger
+# Recipes whose times differ by less than this share count as equally fast: the planner's median error is larger
 # (docs/planner-accuracy.md).
 NEAR = 0.03
 # How many recipes after those of the answer are searched for a recipe with fewer axes.
@@ -270,7 +270,7 @@ class RecipeRanking:
         ahead, back = self._passes(group, layout)
         for schedule in schedules:
             passes = ahead if splits_backward(schedule.value, layout.pipeline, count) else ahead + back
-            # Share of the stages that a microbatch passes before it reaches the last rank for the first time.
+            # Share of the stages that a microbatch passes before it has reached each rank.
             placement = placement_of(schedule.value, layout.pipeline)
             before = max(map(placement.index, set(placement))) / len(placement)
             bound = count * (ahead + back) / layout.pipeline + _BUBBLE_SHARE * passes * before

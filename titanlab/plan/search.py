@@ -70,7 +70,7 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
     if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
         rule, cure = "names no GPU, and a plan is for machines whose facts are known", "name one, such as cluster=h100"
         if cluster.device == "cpu":
-            # The recipe sets cluster.accelerator=cuda after cluster=cpu was chosen.
+            # The user chose cluster=cpu, and then set cluster.accelerator=cuda.
             rule = "is not a GPU, and cluster.accelerator=cuda"
             cure = "try cluster=h100, or add cluster.accelerator=cpu"
         raise ConfigError("cluster.device", cluster.device, rule, cure)
@@ -91,7 +91,7 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
 
 
 def plan(recipe: Recipe, *, vary: Vary = (), top: int = 20) -> Plan:
-    """Plan the world of a recipe.
+    """Find the fastest recipes for a recipe's number of processes.
 
     Raises:
         ConfigError: a value of the request is wrong, or its devices cannot compute in its precision.
@@ -139,7 +139,7 @@ def beyond_node(recipe: Recipe, per_node: int) -> str:
     with contextlib.suppress(ConfigError), no_collection():
         recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, per_node=per_node))
         machine, every = machine_of(recipe), choices_of(recipe)
-        # The recipe's own options come first.
+        # Take the first option of each field, which is the recipe's own.
         own = Choices(**{field.name: getattr(every, field.name)[:1] for field in dataclasses.fields(every)})
         space = _LayoutsForData(recipe, per_node=machine.per_node, choices=own)
         ranking = RecipeRanking(space=space, machine=machine, limit=machine.memory_bytes * (1 - MARGIN))

@@ -25,7 +25,7 @@ from titanlab.recipe import Recipe, recipe_rules
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
-# Groups that vary only on request.
+# Groups of options that the planner varies only on request.
 VARIED = ("precision", "compile")
 # The groups to vary: their names; or group → configs to try, where an empty list stands for all configs.
 Vary = Mapping[str, Sequence[Any]] | Sequence[str]
@@ -138,7 +138,7 @@ class LayoutSpace:
     """
 
     def __init__(self, recipe: Recipe, *, per_node: int, choices: Choices) -> None:
-        """`per_node`: processes on a node, or on nodes that share a link."""
+        """`per_node`: number of processes on a node, or on the neighbouring nodes that share a link."""
         self.recipe, self.world, self.per_node, self.choices = recipe, recipe.layout.world, per_node, choices
         self.dropped: Counter[str] = Counter()
         facts = model_facts(recipe.model)

@@ -145,7 +145,7 @@ def stages_of(
 def _stages(
     model: ModelConfig, placement: tuple[int, ...], split: tuple[Any, ...] | None, seq_len: int
 ) -> tuple[tuple[str, ...], ...]:
-    # The relative costs of pieces do not depend on the microbatch.
+    # A microbatch of 1 is enough: the relative costs of pieces do not depend on it.
     stages = stage_pieces(
         model_facts(model).account,
         split=split,

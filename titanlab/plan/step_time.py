@@ -159,7 +159,7 @@ def _add_whole_gradients(
     """
     parts["compute"] += (recipe.microbatches - 1) * parameters * 3 / _eager(machine)
     if recipe.layout.replicate > 1:
-        # Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed.
+        # DDP sums buckets while the last microbatch's backward runs; the sum of the last bucket is exposed.
         axis = axis_of(recipe.layout, "replicate", machine.per_node)
         size = model_facts(recipe.model).account.parameter_count * recipe.precision.formats().master_bytes
         wire = 2 * size * (axis.ranks - 1) / axis.ranks

@@ -201,7 +201,7 @@ class Loader:
         return [(key, value) for key, value in point.items() if not self.is_group(key)]
 
     def overrides_of(self, point: Mapping[str, Any]) -> list[str]:
-        # A group that is not in a defaults list, such as `recipe`, needs `+`.
+        # To choose an option of a group that is in no defaults list, such as `recipe`, Hydra needs `+`.
         added = [self.is_group(key) and key not in self._known_choices for key in point]
         return ["+" * adds + override_text(*pair) for adds, pair in zip(added, point.items(), strict=True)]
 
@@ -286,7 +286,7 @@ def conf_folder() -> Path:
 
 
 def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) -> Recipe:
-    """Convert a composed config to dataclasses; from here on no code uses a DictConfig.
+    """The recipe of a composed config, as dataclasses: no later code uses a DictConfig.
 
     Args:
         choices: the composed option of each group.

@@ -216,7 +216,7 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
     if "is not a subclass of" in message:
         return ConfigError(bare, value, "is two options of different schemas", "name one of them")
     twice = re.match(r"Multiple values for (\S+)\. .*'override \S+: (\S+)'", message)
-    # An override without `+` cannot be the cause: it would have replaced the choices of both lists.
+    # An override of the group without `+` would have replaced both choices, so two defaults lists are the cause.
     if twice is not None and bare != twice[1]:
         cure = f"write - override /{twice[1]}: … there, at the end of the defaults"
         return ConfigError(twice[1], twice[2], "is chosen in a second defaults list, without override", cure)

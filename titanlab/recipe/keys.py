@@ -33,7 +33,7 @@ from titanlab.recipe.recipe import Recipe, literal
 
 @dataclass(kw_only=True)
 class SweepSpace:
-    """A space of recipes; `titanlab.sweep.space` parses and checks it.
+    """The settings `hydra.sweeper` of a sweep, its space of recipes; `titanlab.sweep.space` parses and checks them.
 
     Attributes:
         space: a mapping with one of `product`, `zip`, `list` and `stack`; null: only what the command line sweeps.

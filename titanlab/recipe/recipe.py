@@ -85,7 +85,7 @@ class Recipe:
     sweep: str = field(default="single", metadata=NEITHER)
     runs: str = field(default="runs", metadata=NEITHER)
     notes: str | None = field(default=None, metadata=NEITHER)
-    # No upper limit here: `recipe_rules` checks it.
+    # `recipe_rules` checks the upper limit.
     seed: int = field(default=0, metadata={"most": None, **OUTSIDE_STEP})
     repeat: int = field(default=0, metadata=OUTSIDE_STEP)
     world: int | None = None
@@ -197,7 +197,7 @@ def _account(model: ModelConfig) -> ModelAccount:
 
 @functools.lru_cache(maxsize=256)
 def _multiplies_head(model: ModelConfig, precision: PrecisionConfig) -> bool:
-    """Whether a precision has its own product for the head; cached, because sorting layers takes a millisecond."""
+    """Whether a precision has its own product for the head. Cached: listing all products takes a millisecond."""
     account = _account(model)
     return account.head in precision.products(account)
 
@@ -316,7 +316,7 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
     except ConfigError as error:
         if world is None or error.key != "world":
             raise
-        # The processes have been started, so an override of `world` cannot help.
+        # The processes run already: the cure is to start another number of them, not to override `world`.
         cure = "start as many processes as the degrees make, or let one degree be -1"
         raise ConfigError("WORLD_SIZE", world, error.rule, cure) from error
     cluster = recipe.cluster

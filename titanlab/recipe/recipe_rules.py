@@ -496,7 +496,7 @@ def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
     layout, local_fraction = recipe.layout, processes / recipe.layout.world
     process_bytes = processes * PROCESS_BYTES
     parameters = recipe.model.account().parameter_count
-    # Each copy of the model has every parameter and its gradient once.
+    # The processes of each replica together have every parameter and its gradient once.
     model_bytes = int(2 * recipe.precision.formats().master_bytes * parameters * layout.replicate * local_fraction)
     compute_bytes = recipe.precision.formats().compute_bytes
     tokens = recipe.microbatch * recipe.training.seq_len
