@@ -64,7 +64,7 @@ ITEMS = (
     "logits and loss",
     "communication buffers",
 )
-# Number of blocks whose gradients exist in the precision of the reduction: of the block being reduced, and of another.
+# Number of blocks whose gradients exist in the precision of the reduction: the block being reduced, and the one before.
 _REDUCED_BLOCKS = 2
 # Bytes of a number in float32.
 _FLOAT = 4
@@ -210,8 +210,9 @@ def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[in
 def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> frozenset[tuple[int, ...]]:
     """The different states of a rank in which it may keep the most activations.
 
-    They follow the last of consecutive forward passes, or a gradient of an input. A state counts, for each stage, the
-    microbatches between forward and gradient of the input; then, for each stage, those between a backward's two halves.
+    These are the states after the last of consecutive forward passes, and after each gradient of an input. A state
+    counts microbatches: for each stage of the rank, those between their forward pass and the gradient of their input;
+    then, again for each stage, those between the two halves of a split backward.
     """
     own = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
     places = {stage: place for place, stage in enumerate(own)}
@@ -325,8 +326,8 @@ def _loss(recipe: Recipe, share: Share, pieces: Sequence[str]) -> int:
 
     In eager mode the forward pass has the logits, their float32 copy and the log-probabilities. The backward pass has
     the log-probabilities, their gradient and the copy's gradient. A compiled loss has the logits and their gradient.
-    For logits that are split over the vocabulary the result is an upper bound: it counts log-probabilities and
-    gradients that `titanlab.parallelism.loss.SplitLoss` does not keep.
+    For logits that are split over the vocabulary the result is an upper bound: it counts log-probabilities, but
+    `titanlab.parallelism.loss.SplitLoss` keeps only the logits and their gradient.
     """
     account = model_facts(recipe.model).account
     last = (account.pieces or ("",))[-1]
