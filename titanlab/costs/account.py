@@ -28,7 +28,7 @@ class Activation:
     """A tensor of a block's forward pass that may have to be kept until the backward.
 
     Attributes:
-        name: of the tensor in its block; activations with the same name are the same tensor.
+        name: name of the tensor in its block; activations with the same name are the same tensor.
         shape: shape of the tensor over all ranks, for one microbatch.
         cut: which part of the tensor a tensor-parallel rank has.
         element_bytes: bytes of an element, such as 4 for float32 statistics; None: those of the compute precision.

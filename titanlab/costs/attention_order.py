@@ -24,7 +24,7 @@ class Rule:
 
     Attributes:
         order: names of fused kernels, the fastest first.
-        dtype: of the inputs, by torch's name; None: any.
+        dtype: torch's name of the inputs' dtype; None: any.
         head_dim: width of a head; None: any.
         longest: tokens of the longest sequence; None: any.
     """
@@ -54,7 +54,7 @@ def order(
 
     Args:
         name: `auto`, or the requested kernel: `flash`, `flash3`, `cudnn`, `efficient`.
-        dtype, head_dim, seq_len: of the inputs; None: unknown.
+        dtype, head_dim, seq_len: those of the inputs; None: unknown.
         has_flash3: whether torch's flash kernel is FlashAttention 3 now, instead of 2.
     """
     if name != "auto":

@@ -21,7 +21,7 @@ class Device:
     Attributes:
         words: words that its name in torch (`torch.cuda.get_device_name`) contains.
         also: words that the name may also contain; any other word means another device.
-        memory_gb: as in the datasheet, in 10⁹ or 2³⁰ bytes; a device reports a little less.
+        memory_gb: memory as in the datasheet, in units of 10⁹ or 2³⁰ bytes; a device reports a little less.
         memory_gb_per_second: bandwidth of that memory.
         link_gb_per_second: bandwidth to the other devices of the node, in one direction.
         peak_tflops: dense TFLOP/s by torch's name of the dtype, and by `tf32`.

@@ -79,8 +79,8 @@ class Speed:
     Attributes:
         step_seconds, step_seconds_median: mean and median of one step.
         data_seconds: mean time per step spent waiting for data.
-        tokens_per_second: of one device.
-        tflops: of one device, by the convention for FLOPs per token.
+        tokens_per_second: tokens per second of one device.
+        tflops: TFLOP/s of one device, by the convention for FLOPs per token.
         mfu_percent: share of the device's peak; None if the peak is unknown, or wrong because the share is over 100.
     """
 

@@ -339,15 +339,15 @@ class Step:
         reshards: blocks free gathered parameters between forward and backward, except the last `gathered_blocks`.
         prefetch: number of blocks that FSDP2 gathers ahead; 0 counts as 1.
         reduces_each: gradients are reduced after each microbatch; in a pipeline, only those of blocks.
-        sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
+        sequence_parallel, loss_parallel, context_method: the values of the config `parallelism`.
         loss_chunk: tokens for which the loss is computed at once; 0: all of a microbatch.
         pads_chunks: the last chunk is as large as the others.
         accelerator: `cpu` or `cuda`. On CPU an all-to-all replaces gloo's reduce-scatter, which has twice the traffic.
-        stages: by stage of a pipeline, the pieces of the model; empty: one stage has all.
-        placement: by stage, its rank on the pipeline axis.
-        orders: by stage, its actions in order: `F` forward, `B` or `I` backward; other letters are ignored. Empty: one
+        stages: for each stage of a pipeline, its pieces of the model; empty: one stage has all pieces.
+        placement: for each stage, its rank on the pipeline axis.
+        orders: for each stage, its actions in order: `F` forward, `B` or `I` backward; others are ignored. Empty: one
             microbatch after another.
-        repeats: by block, the communication that its recomputation repeats; other blocks repeat nothing.
+        repeats: block → the communication that its recomputation repeats; other blocks repeat nothing.
     """
 
     account: ModelAccount
@@ -424,7 +424,7 @@ class TrafficRow:
     Attributes:
         axis: the group's axis: an axis of the layout, `shard·context` if these share a group, or `world`.
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `recv`, ….
-        bytes: of the operations' tensors.
+        bytes: bytes of the operations' tensors.
         wire_bytes: bytes that the rank sends for these operations, by the ring algorithms.
     """
 

@@ -39,8 +39,8 @@ class Estimate:
     """The time, device memory and checkpoint size that a run is estimated to need.
 
     Attributes:
-        hours: of the run's steps, without start, validation and checkpoints.
-        reserved_bytes: of the device that needs the most memory.
+        hours: hours of the run's steps, without start, validation and checkpoints.
+        reserved_bytes: reserved memory of the device that needs the most.
         limit_bytes: bytes of a device that a run may reserve; None: not known.
         checkpoint_bytes: bytes of one checkpoint, with parameters and optimizer state of all ranks.
     """
