@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from titanlab.costs.layout import Layout
 
 OperationKind = Literal["matmul", "attention", "norm", "pointwise", "lookup", "exchange"]
-# A tensor-parallel rank's part of a tensor. `stream`: the rank's tokens if the residual stream is cut, else all.
+# Which part of a tensor a tensor-parallel rank has. `stream`: its tokens if the residual stream is cut, else all.
 # `part`: the rank's heads or columns. `whole`: the whole tensor, for this rank's tokens. `all`: the whole tensor,
 # whatever tokens the rank has.
 Cut = Literal["stream", "part", "whole", "all"]
@@ -28,16 +28,16 @@ class Activation:
     """A tensor of a block's forward pass that may have to be kept until the backward.
 
     Attributes:
-        name: of the tensor in its block; activations of one name are one tensor.
-        shape: over all ranks, of one microbatch.
-        cut: a tensor-parallel rank's part of it.
+        name: name of the tensor in its block; activations with the same name are the same tensor.
+        shape: shape of the tensor over all ranks, for one microbatch.
+        cut: which part of the tensor a tensor-parallel rank has.
         element_bytes: bytes of an element, such as 4 for float32 statistics; None: those of the compute precision.
         copy_of: name of the original, if this tensor is a copy in another precision; with equal widths there is no
             copy.
         accelerator: the only accelerator on which the tensor exists; empty: all.
-        with_experts: the cut with expert parallelism, where each rank of the tensor axis routes its own tokens; `only`:
-            the tensor exists only with expert parallelism, cut as the stream; empty: the cut does not change. With
-            expert parallelism a tensor with the cut `all` covers this rank's experts, unless it exists only then.
+        with_experts: how expert parallelism, where each rank of the tensor axis routes its own tokens, changes the cut.
+            `stream`: to `stream`. `only`: to `stream`, and the tensor exists only then. Empty: it does not. The cut
+            `all` stays; with `stream` the tensor then covers only this rank's experts.
     """
 
     name: str
@@ -68,8 +68,8 @@ class Share:
     """One rank's share of a block's activations.
 
     Attributes:
-        element_bytes: of an element in the compute precision.
-        accelerator: `cpu` or `cuda`; their kernels keep different tensors.
+        element_bytes: bytes of an element in the compute precision.
+        accelerator: `cpu` or `cuda`; the kernels of the two keep different tensors.
         sequence_parallel: with tensor > 1, the residual stream is cut too.
     """
 
@@ -81,7 +81,7 @@ class Share:
     expert: int = 1
 
     def bytes_of(self, activations: Iterable[Activation]) -> int:
-        """Bytes of these tensors on one rank, each counted once."""
+        """Bytes of the activations on one rank; a tensor that appears several times counts once."""
         sizes: dict[str, int] = {}
         for tensor in activations:
             if tensor.accelerator not in ("", self.accelerator):
@@ -111,13 +111,13 @@ class Operation:
         flops: forward floating-point operations (a multiply–add counts as two); attention counts
             the full square, without a causal discount. Zero if memory bandwidth dominates.
         output: shape of its result, `[batch, seq, …]`.
-        keeps: tensors that autograd keeps of it for the backward pass, except parameters and buffers of the model.
-        operators: torch's operators inside it that allocate results, in the order in which they run.
-        passes: for operations that memory bandwidth limits: elements that its forward kernels read and write, divided
-            by the elements of the output, in the compute precision. A sum of two tensors: 3.
+        keeps: tensors that autograd keeps for the backward pass, except parameters and buffers of the model.
+        operators: torch's operators inside the operation that allocate results, in the order in which they run.
+        passes: for operations that memory bandwidth limits: elements that the forward kernels read and write, divided
+            by the elements of the output, in the compute precision. A sum of two tensors has 3: read 2, write 1.
         groups: number of matrices of a grouped product, each for some of the rows; 1: one matrix for all rows.
-        layer: path of the linear layer that determines the cut and the format of a product of several layers; empty:
-            the layer with the operation's name.
+        layer: for one product of several linear layers: path of the layer whose cut and format count for the product;
+            empty: the layer with the operation's name.
     """
 
     name: str
@@ -147,7 +147,7 @@ class Init:
 
     Attributes:
         kind: `normal` (truncated at three standard deviations), `ones` or `zeros`.
-        std: standard deviation of the normal before its truncation (which takes 1.3 % off it).
+        std: standard deviation of the normal before its truncation (which lowers it by 1.3 %).
     """
 
     kind: Literal["normal", "ones", "zeros"]
@@ -159,11 +159,11 @@ class RoutedExperts:
     """The experts of each block's feed-forward; a router chooses some of them for each token.
 
     Attributes:
-        count: of experts; the first dim of each of their parameters.
+        count: number of experts, which is the first dim of each of their parameters.
         active: number of experts that compute a token.
         module: path in a block of the module with all parameters of experts.
         balance: `bias`, `auxiliary_batch`, `auxiliary_sequence` or `none`; see `techniques.model.llama_schema`.
-        bias_rate, auxiliary_weight: of the balance.
+        bias_rate, auxiliary_weight: rate of the balance `bias`, and weight of the auxiliary loss.
     """
 
     count: int
@@ -175,17 +175,17 @@ class RoutedExperts:
 
 
 class TensorPlan(dict[str, str]):
-    """Path of a module → name of its style; `*` matches one step of a path. Never changed: it caches its answers."""
+    """Path of a module → name of its style; `*` matches one step of a path. Do not change a plan: it caches answers."""
 
     def __init__(self, styles: Iterable[tuple[str, str]]) -> None:
         super().__init__(styles)
-        # Every compared layout asks for the same modules.
+        # Cached: the planner asks for the same modules for every layout.
         self.style_of = functools.cache(self._style_of)
         self.styles_in = functools.cache(self._styles_in)
 
     def _style_of(self, module: str) -> str:
         for pattern, style in self.items():
-            # Compare the number of dots, because fnmatch's `*` would match several steps.
+            # Compare the number of dots too, because fnmatch's `*` also matches several steps.
             if pattern.count(".") == module.count(".") and fnmatch.fnmatchcase(module, pattern):
                 return style
         return ""
@@ -197,7 +197,7 @@ class TensorPlan(dict[str, str]):
         return tuple(style for begin, style in begins if fnmatch.fnmatchcase(piece, begin))
 
 
-# Cached over accounts: new accounts have equal plans.
+# New accounts of a model have equal plans: they share one TensorPlan, with its cached answers.
 @functools.lru_cache(maxsize=256)
 def _tensor_plan(styles: tuple[tuple[str, str], ...]) -> TensorPlan:
     return TensorPlan(styles)
@@ -209,7 +209,7 @@ def style_of(plan: Mapping[str, str], module: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """Linear layers with the same input that the trainer computes as one product (`parallelism/pipeline_weights.py`).
+    """Linear layers of one input, which the trainer computes as one product (`parallelism/pipeline_weights.py`).
 
     Attributes:
         caller: path of the `Projections` that calls them; `layers.*` matches every block.
@@ -222,7 +222,7 @@ class Joined:
     copied: tuple[str, ...] = ()
 
     def paths(self, layers: int) -> list[tuple[str, ...]]:
-        """Paths of the linear layers of each product, in a model of `layers` blocks."""
+        """For each block of a model of `layers` blocks, the paths of the linear layers that its product joins."""
         owner = self.caller.rpartition(".")[0]
         return [
             tuple(f"{owner.replace('*', str(number), 1)}.{name}" for name in self.layers) for number in range(layers)
@@ -231,21 +231,21 @@ class Joined:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAccount:
-    """What a model declares about itself.
+    """All that a model declares about itself for costs, planning and parallelism.
 
     Attributes:
-        parameters: every stored parameter by name, tied ones once, with its shape.
-        tied: names that share another's storage: alias → owner.
-        heads, head_dim: of the queries, for attention's FLOPs.
-        lookups: names of other tables whose rows are looked up, such as learned positions.
+        parameters: name of every stored parameter → its shape; a tied parameter has only its owner's name.
+        tied: names that share another parameter's storage: alias → owner.
+        heads, head_dim: number and width of the queries' heads, for attention's FLOPs.
+        lookups: names of tables other than the embedding whose rows are looked up, such as learned positions.
         pieces: top-level modules in the order of the forward pass, `layers.0` for a block: a pipeline may cut
             between them. The output of a piece is the input of the next. Empty: the model cannot be cut.
         attention: path in a block of the module that context parallelism replaces: (q, k, v) → output, for q
             [batch, heads, seq, head_dim]. Empty: there is none.
         tensor_plan: path of a module → name of its style in `titanlab.parallelism.tensor`; `layers.*` matches
             every block. Empty: no tensor parallelism.
-        experts: of the blocks; None: every parameter computes every token.
-        joined: linear layers that are computed as one product.
+        experts: the blocks' experts; None: every token uses every parameter.
+        joined: groups of linear layers, each computed as one product.
         head: path of the last module, a linear layer whose output the model returns unchanged as logits. The head gets
             the hidden state, and with tied embeddings also the table. Empty: unknown; logits then always exist whole.
         frozen: names of parameters that a recipe does not train (`training.freeze`); no model declares any.
@@ -279,7 +279,7 @@ class ModelAccount:
 
     @functools.cached_property
     def active_count(self) -> int:
-        """Number of parameters that compute one token: only the chosen share of the experts."""
+        """Number of parameters that one token uses; of the experts, only the chosen ones count."""
         if self.experts is None:
             return self.parameter_count
         idle = self.experts.count - self.experts.active
@@ -301,12 +301,12 @@ class ModelAccount:
 
     @functools.cached_property
     def idle(self) -> tuple[str, ...]:
-        """The pieces before the first trained parameter: they have no backward pass, and keep nothing for one."""
-        # A router counts its tokens in the backward pass, so every block with experts has one.
+        """The pieces before the first trained parameter. They have no backward pass, and keep no activations."""
+        # A router counts its tokens in the backward pass, so every block with experts has a backward pass.
         if not self.frozen or self.experts is not None:
             return ()
         trained = [name for name in self.parameters if name not in self.frozen]
-        # A tied table is trained by the head, and looked up first.
+        # A tied table has the embedding's name: if it is trained, the first piece has a backward pass.
         begins = (any(name.startswith(f"{piece}.") for name in trained) for piece in self.pieces)
         return self.pieces[: next((place for place, is_trained in enumerate(begins) if is_trained), 0)]
 
@@ -330,7 +330,7 @@ def is_in_block(name: str) -> bool:
 def linear_layers(model: ModelAccount) -> dict[str, tuple[int, ...]]:
     """Path of every linear layer → shape of its weight, [out, in].
 
-    These are the layers whose style in the tensor plan is a product; without a plan, all matrices but tables.
+    Linear layers have the style `colwise`, `rowwise` or `head`; without a plan, all matrices but lookup tables count.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for parameter, shape in model.parameters.items():
@@ -353,13 +353,14 @@ def path_matches(name: str, pattern: str) -> bool:
 
 
 def with_frozen(account: ModelAccount, patterns: Sequence[str]) -> ModelAccount:
-    """The account with the parameters that match a pattern as frozen."""
+    """The account in which the parameters that match a pattern are frozen."""
     if not patterns:
         return account
     matching = (name for name in account.parameters if any(path_matches(name, pattern) for pattern in patterns))
     return replace(account, frozen=frozenset(matching))
 
 
+# Names of titanlab's operators in torch. The text below each name says what the operator does.
 CONTEXT_ATTENTION = "titanlab.context_attention.default"
 """Attention of a context-parallel rank."""
 GROUPED_PRODUCT = "titanlab.grouped_product.default"
@@ -370,14 +371,14 @@ EXCHANGE = "titanlab.exchange.default"
 
 @dataclass(frozen=True, kw_only=True)
 class TensorStyle:
-    """One style.
+    """How a style of the tensor plan cuts a module's parameters, and what its module communicates.
 
     Attributes:
         cut_dim: the dim along which parameters are cut; None: they stay whole, as do parameters without this dim.
         allows_uneven: whether parts may have different sizes.
         is_stack: whether parameters have one dim before those of a layer: they are stacked matrices of experts.
-        gathers: whether it gathers the residual stream: forward an all-gather or nothing, backward a sum.
-        sums: whether it sums into the residual stream: forward a sum, backward an all-gather or nothing.
+        gathers: whether the module reads the residual stream: all-gather forward (or nothing), sum backward.
+        sums: whether the module adds to the residual stream: sum forward, all-gather backward (or nothing).
         has_parameters: whether the module itself has parameters.
         treats_part: whether whole parameters act on a rank's part of an activation, so that each rank has only a
             partial gradient of them.
@@ -392,7 +393,7 @@ class TensorStyle:
     treats_part: bool = False
 
 
-# `titanlab.parallelism.tensor` implements them.
+# `titanlab.parallelism.tensor` implements these styles.
 STYLES = {
     "colwise": TensorStyle(cut_dim=0),
     "rowwise": TensorStyle(cut_dim=1, sums=True),
@@ -418,7 +419,7 @@ def cut_dim(style: str, dims: int) -> int | None:
 
 
 def has_partial_gradient(plan: Mapping[str, str], parameter: str, *, sequence_parallel: bool) -> bool:
-    """Whether each rank has a partial gradient of a whole parameter of a tensor plan."""
+    """Whether each tensor-parallel rank has only a partial gradient of a parameter that is not cut."""
     if sequence_parallel:
         return True
     style = style_of(plan, parameter.rpartition(".")[0])
@@ -431,7 +432,7 @@ def parameter_style(account: ModelAccount, parameter: str) -> str:
 
 
 def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
-    """FLOPs of forward and backward for one token: 6·(N − N_emb) + 12·L·H·Q·T; of experts N counts the active ones.
+    """FLOPs of forward and backward for one token: 6·(N − N_emb) + 12·L·H·Q·T; N counts only the active experts.
 
     Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per
     layer for H heads of width Q over T positions, without a discount for causality and without
@@ -449,7 +450,7 @@ def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
         if account.experts is not None and account.is_of_experts(name):
             size = size // account.experts.count * account.experts.active
         weights -= (4 if name.startswith(idle) else 2) * size
-    # The backward pass of attention is two thirds of it.
+    # Two thirds of attention's FLOPs are in its backward pass.
     attention -= attention // 3 * 2 // account.layers * sum(map(is_in_block, account.idle))
     return weights + attention
 
@@ -460,7 +461,7 @@ def forward_flops(operations: Iterable[Operation]) -> int:
 
 
 class Cuts(NamedTuple):
-    """The degrees that cut a parameter: of tensor or expert parallelism, and of FSDP2."""
+    """The two degrees that cut a parameter: `tensor`, of tensor or expert parallelism; `fsdp`, of FSDP2."""
 
     tensor: int
     fsdp: int
@@ -470,7 +471,7 @@ STACK = "expert_stack"
 
 
 def account_for(account: ModelAccount, layout: Layout) -> ModelAccount:
-    """The account with the tensor plan of a layout: expert parallelism does not cut the width of experts.
+    """The account with the tensor plan of a layout: expert parallelism divides the experts, and cuts no expert's width.
 
     With expert parallelism each rank of the tensor axis routes its own tokens: no rank gathers or sums tokens.
     """
@@ -491,7 +492,7 @@ def tensor_part(account: ModelAccount, name: str, *, tensor: int, number: int = 
     """Shape of a parameter on one rank of tensor parallelism, or of expert parallelism for a stack of experts.
 
     Args:
-        number: of the rank on its axis; the first ranks have the largest parts.
+        number: the rank's number on its axis; the first ranks have the largest parts.
     """
     shape = list(account.parameters[name])
     dim = _cut(account, name, tensor=tensor)
@@ -508,9 +509,9 @@ def sharded_dim(account: ModelAccount, name: str, *, tensor: int, fsdp: int) -> 
 def fsdp_dim(shape: Sequence[int], cut: int | None, *, tensor: int, fsdp: int) -> int:
     """The dim along which FSDP2 shards a parameter.
 
-    Rows, or columns if tensor parallelism has left uneven rows. For stacked matrices the experts; if their number is
-    not divisible, another dim that tensor parallelism does not cut, because FSDP2 would pad to one expert for each
-    rank.
+    It is the rows' dim, or the columns' dim if tensor parallelism has left uneven rows. Stacked matrices are sharded
+    along the experts. If the number of experts is not divisible, FSDP2 would pad it: then take another dim, which
+    tensor parallelism does not cut, if that dim is divisible.
     """
     if len(shape) == 3 and cut != 0:
         other = 2 if cut == 1 else 1
@@ -519,7 +520,7 @@ def fsdp_dim(shape: Sequence[int], cut: int | None, *, tensor: int, fsdp: int) -
 
 
 def gathered_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, number: int = 0) -> tuple[int, ...]:
-    """Shape of a parameter that FSDP2 gathers: this rank's part, padded so that all shards are equal."""
+    """Shape of a parameter after FSDP2's gather: a tensor-parallel rank's part, padded so that all shards are equal."""
     shape = tensor_part(account, name, tensor=tensor, number=number)
     if sharded_dim(account, name, tensor=tensor, fsdp=fsdp) > 0:
         return shape  # such a dim is divisible; the rules of layouts require this for columns
@@ -534,7 +535,7 @@ def stored_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, num
 
 
 def _cut(account: ModelAccount, name: str, *, tensor: int) -> int | None:
-    """The dim that tensor parallelism cuts; None for whole parameters: norms, and biases that follow a sum."""
+    """The dim that tensor parallelism cuts; None for parameters that stay whole: norms, and biases after a sum."""
     if tensor == 1:
         return None
     return cut_dim(parameter_style(account, name), len(account.parameters[name]))

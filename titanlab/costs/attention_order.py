@@ -1,4 +1,4 @@
-"""Attention kernels by device, in `attention_kernels.json`: which one to try first, and how fast each is."""
+"""Attention kernels by device, from `attention_kernels.json`: which kernel to try first, and how fast each is."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rule:
-    """The order for some inputs; the first rule that fits decides.
+    """The order in which to try the kernels for some inputs; the first rule that fits decides.
 
     Attributes:
         order: names of fused kernels, the fastest first.
-        dtype: of the inputs, by torch's name; None: any.
+        dtype: torch's name of the inputs' dtype; None: any.
         head_dim: width of a head; None: any.
         longest: tokens of the longest sequence; None: any.
     """
@@ -36,7 +36,7 @@ class Rule:
     source: str = ""
 
     def fits(self, dtype: str | None, head_dim: int | None, seq_len: int | None) -> bool:
-        """Whether the rule is about these inputs; None (unknown) fits only a rule about all inputs."""
+        """Whether the rule applies to these inputs; a rule with a limit does not apply to an unknown value (None)."""
         is_alike = self.dtype in (None, dtype) and self.head_dim in (None, head_dim)
         return is_alike and (self.longest is None or (seq_len is not None and seq_len <= self.longest))
 
@@ -54,7 +54,7 @@ def order(
 
     Args:
         name: `auto`, or the requested kernel: `flash`, `flash3`, `cudnn`, `efficient`.
-        dtype, head_dim, seq_len: of the inputs; None: unknown.
+        dtype, head_dim, seq_len: those of the inputs; None: unknown.
         has_flash3: whether torch's flash kernel is FlashAttention 3 now, instead of 2.
     """
     if name != "auto":
@@ -82,7 +82,7 @@ class AttentionRates:
 
     Attributes:
         shares: kernel → its causal FLOP/s, forward and backward, as shares of the device's peak in bfloat16.
-        watts: limit of the power at which they were measured.
+        watts: the device's power limit while the rates were measured.
     """
 
     shares: Mapping[str, tuple[float, float]]
@@ -105,10 +105,10 @@ def kernel_rules(capability: Capability | None) -> tuple[Rule, ...]:
 
 
 def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[Rule, ...]:
-    """The rules that a table has for a device.
+    """The rules for a device, made from a table.
 
     Args:
-        table: `measured`: rows of `benchmarks/gpu_attention.py`; `published`: by the first number of the capability.
+        table: `measured`: rows of `benchmarks/gpu_attention.py`; `published`: first kernel by major capability.
     """
     published = Rule(("flash", "cudnn", "efficient"), source="no measurement is known; torch's own first choice")
     for row in table["published"]:
@@ -122,7 +122,7 @@ def rules_of(table: Mapping[str, Any], capability: Capability | None) -> tuple[R
     measured_rules = []
     for (dtype, head_dim), rows in groups.items():
         rows.sort(key=lambda row: int(row["seq_len"]))
-        # The geometric mean of two measured lengths separates their rules.
+        # Sequences up to the geometric mean of two measured lengths take the order of the shorter length.
         bounds = [math.isqrt(a["seq_len"] * b["seq_len"]) for a, b in zip(rows, rows[1:], strict=False)]
         for row, longest in zip(rows, [*bounds, None], strict=True):
             measured = {name: ms for name, ms in row["ms"].items() if ms is not None}

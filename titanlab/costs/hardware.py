@@ -1,7 +1,7 @@
 """Datasheet figures of devices: dense peaks, memory, links.
 
 Peaks are those of dense matrix products, half of what datasheets print "with sparsity". Every figure has a
-source, and an unknown device has no peak: no MFU is better than an MFU against a wrong peak.
+source. An unknown device has no peak, and its runs report no MFU: a wrong MFU would be worse.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _TORCHTITAN = "torchtitan, get_peak_flops"
 
 @dataclass(frozen=True)
 class Device:
-    """One device, or one die of a device that torch shows as several.
+    """The figures of one device; or of one die, if torch shows a device's dies as separate devices.
 
     Attributes:
         words: words that its name in torch (`torch.cuda.get_device_name`) contains.
         also: words that the name may also contain; any other word means another device.
-        memory_gb: as in the datasheet, in 10⁹ or 2³⁰ bytes; a device reports a little less.
+        memory_gb: memory as in the datasheet, in units of 10⁹ or 2³⁰ bytes; a device reports a little less.
         memory_gb_per_second: bandwidth of that memory.
         link_gb_per_second: bandwidth to the other devices of the node, in one direction.
         peak_tflops: dense TFLOP/s by torch's name of the dtype, and by `tf32`.
@@ -44,7 +44,7 @@ class Device:
 
 
 def _peaks(bf16: float, *, fp8: float | None, tf32: float | None, fp32: float | None) -> dict[str, float]:
-    """Peaks of a device whose two half precisions are equally fast, as in every row of the table."""
+    """Peaks by dtype. On every device of the table bfloat16 and float16 are equally fast."""
     rates = {"bfloat16": bf16, "float16": bf16, "float8_e4m3fn": fp8, "float8_e5m2": fp8, "tf32": tf32, "float32": fp32}
     return {dtype: rate for dtype, rate in rates.items() if rate is not None}
 
@@ -55,12 +55,12 @@ _H100_PCIE = _peaks(756, fp8=1513, tf32=378, fp32=51)
 _B200 = _peaks(2250, fp8=4500, tf32=1125, fp32=None)
 _GB200 = _peaks(2500, fp8=5000, tf32=1250, fp32=None)
 _L40S = _peaks(362, fp8=733, tf32=183, fp32=91.6)
-# No fp8: its float8 formats (…fnuz) are not those that this table names.
+# No fp8 for MI300X: its float8 formats (…fnuz) are others than those that this table names.
 _MI300X = _peaks(1300, fp8=None, tf32=653.7, fp32=163.4)
-# Hopper: medians over the products of a step of Llama 3 8B, on an H200 at its limit of 700 W, where its clock is 1.45
-# of 1.98 GHz (benchmarks/results/gpu_session_h200); an H100 computes as an H200. They are 0.85 of the largest rates
-# over all shapes (MAMF). Blackwell has only MAMF figures: 1,745, 3,432.5 and 1,822 TFLOP/s. A100: MAMF, 0.87 of the
-# peak; its power limit hardly lowers its clock.
+# Hopper's rates are medians over the products of a step of Llama 3 8B on an H200 at its limit of 700 W, where its clock
+# is 1.45 instead of 1.98 GHz (benchmarks/results/gpu_session_h200). An H100 counts like an H200. The medians are 0.85
+# of MAMF, the largest rate over all shapes. Only MAMF is known of Blackwell (1,745, 3,432.5 and 1,822 TFLOP/s), so it
+# is scaled down too. The A100's rate is its MAMF, 0.87 of its peak: its power limit hardly lowers its clock.
 _A100_PRODUCTS = {"bfloat16": 271.2}
 _HOPPER_PRODUCTS = {"bfloat16": 673.7, "float8_e4m3fn": 1200.0}
 _B200_PRODUCTS = {"bfloat16": 1480.0, "float8_e4m3fn": 2834.0}
@@ -72,10 +72,10 @@ DEVICES = (
     # Name, words, other words, memory and its bandwidth, link, peaks, measured products, source, watts.
     Device("A100 SXM 80 GB", "A100 80GB", "SXM SXM4", 80, 2000, 300, _A100, _A100_PRODUCTS, _TABLES, 400),
     Device("A100 SXM 40 GB", "A100 40GB", "SXM SXM4", 40, 1600, 300, _A100, _A100_PRODUCTS, _TABLES, 400),
-    # This card has the SXM module's peak in bfloat16; the sources have no other figure.
+    # The A100 PCIe has the SXM module's peak in bfloat16; the sources have no other figure of it.
     Device("A100 PCIe", "A100 PCIE", "40GB 80GB", None, None, None, {"bfloat16": 312}, {}, _TORCHTITAN, 300),
     Device("H100 SXM", "H100 80GB HBM3", "", 80, 3350, 450, _HOPPER, _HOPPER_PRODUCTS, _TABLES, 700),
-    # This name differs from other H100 names only by missing words.
+    # Torch names this device `H100` only; the names of other H100 have more words.
     Device("H100 96 GB HBM2e", "H100", "", 96, 2400, 450, _HOPPER, _HOPPER_PRODUCTS, _HBM2E, 500, 700),
     Device("H100 PCIe", "H100 PCIE", "80GB", 80, 2000, None, _H100_PCIE, {}, _TABLES, 350),
     Device("H100 NVL", "H100 NVL", "", 94, 3900, None, {"bfloat16": 835}, {}, f"{_TORCHTITAN}; memory: {_TABLES}", 400),
@@ -86,9 +86,9 @@ DEVICES = (
     Device("MI300X", "MI300X", "INSTINCT OAM", 192, 5300, None, _MI300X, {}, _TABLES, 750),
 )
 _VENDORS = frozenset({"NVIDIA", "AMD"})
-# Compute capability → words of device names, also of devices without figures above. One word is enough, because slices
-# and variants of a device have its capability. (NVIDIA, "CUDA GPU Compute Capability", developer.nvidia.com/cuda/gpus
-# and its legacy page.)
+# Compute capability → words of device names, also of devices without figures above. A name needs only one of the words,
+# because slices and variants of a device have the device's capability. (NVIDIA, "CUDA GPU Compute Capability",
+# developer.nvidia.com/cuda/gpus and its legacy page.)
 _CAPABILITIES: Mapping[tuple[int, int], str] = {
     (6, 0): "P100",
     (7, 0): "V100",
@@ -122,10 +122,10 @@ _STATIC_WATTS = 100.0
 
 
 def power_share(watts: float | None, measured: float | None) -> float:
-    """The clock under a limit of power, as a share of the clock at which a rate was measured.
+    """The clock under the power limit `watts`, as a share of the clock under the limit `measured`.
 
     At the limit the dynamic power is c·V²·f, and the voltage V falls with the frequency f: f grows with the cube root
-    of the power. None: the limits are alike.
+    of the power. If a limit is None, the limits count as equal: the share is 1.
     """
     if watts is None or measured is None or watts >= measured:
         return 1.0

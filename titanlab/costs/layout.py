@@ -1,4 +1,4 @@
-"""A layout: the number of processes on each axis of parallelism, and the divisors that degrees may be."""
+"""`Layout`: the number of processes on each axis of parallelism; and the divisors of a number, for degrees."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from titanlab.errors import ConfigError
 
 # The axes of parallelism, outermost first: neighbouring ranks, which have the fastest links, differ in the last axis.
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-# Axes whose ranks read different sequences. Context ranks share one; their gradients are summed like those of different
-# sequences.
+# Axes whose ranks read different sequences. Context ranks share a sequence; their gradients are summed as if they had
+# different sequences.
 DATA_AXES = ("replicate", "shard")
-# Axes over whose ranks FSDP2 shards parameters, gradients and optimizer state. They are adjacent, and one dimension of
-# the mesh if more than one has a degree above 1.
+# Axes over whose ranks FSDP2 shards parameters, gradients and optimizer state. They are adjacent axes. If both have
+# degrees above 1, they are one dimension of the mesh.
 FSDP_AXES = ("shard", "context")
-# Names in labels and names of runs. In labels the pipeline comes last, as in the literature.
+# Short names of axes, for labels and names of runs. In labels the pipeline comes last, as in the literature.
 SHORT = {"replicate": "dp_r", "shard": "dp_s", "context": "cp", "tensor": "tp", "pipeline": "pp"}
 
-# How gradients of data-parallel ranks are summed.
+# What sums the gradients of data-parallel ranks.
 DataParallelism = Literal["ddp", "fsdp2", "none"]
 FOLD = "·"  # between the names of axes that share one dimension of the mesh
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The degrees of every axis; their product is the world size.
+    """The degree of every axis. The product of all degrees but `expert` is the world size.
 
     Attributes:
         pipeline: processes that each have a part of the layers.
@@ -35,8 +35,8 @@ class Layout:
         shard: processes over which parameters, gradients and optimizer state are sharded.
         context: processes that each have a part of every sequence.
         tensor: processes that each have a part of every layer.
-        expert: processes that each have a part of every block's experts. They are neighbours among those of shard,
-            context and tensor: this degree divides their product, and adds no processes.
+        expert: processes that each have a part of every block's experts. They are neighbours on the axes shard, context
+            and tensor: `expert` divides the product of these three degrees, and adds no processes.
     """
 
     pipeline: int = 1
@@ -48,10 +48,10 @@ class Layout:
 
     @property
     def expert_shard(self) -> int:
-        """Number of processes over which FSDP2 shards a part of the experts."""
+        """Number of processes over which FSDP2 shards each of the `expert` parts of the experts."""
         return self.fsdp * self.tensor // self.expert
 
-    # Cached: a search for layouts reads these some ten thousand times.
+    # The next three are cached: a search for layouts reads them some ten thousand times.
 
     @functools.cached_property
     def world(self) -> int:
@@ -67,12 +67,12 @@ class Layout:
 
     @property
     def fsdp_axes(self) -> tuple[str, ...]:
-        """The axes over which FSDP2 shards: `shard`, and the others if their degree is above 1."""
+        """The axes over which FSDP2 shards: `shard`, and `context` if its degree is above 1."""
         return (FSDP_AXES[0], *(name for name in FSDP_AXES[1:] if getattr(self, name) > 1))
 
     @property
     def fsdp_name(self) -> str:
-        """Name of the mesh dimension of these axes: `shard` or `shard·context`."""
+        """Name of the mesh dimension over which FSDP2 shards: `shard` or `shard·context`."""
         return FOLD.join(self.fsdp_axes)
 
     @property
@@ -84,15 +84,15 @@ class Layout:
         return "·".join(parts) or "single"
 
     def data_parallelism(self, *, mixed: bool) -> DataParallelism:
-        """How gradients of ranks with different tokens are summed.
+        """What sums the gradients of ranks with different tokens: DDP, FSDP2 or nothing.
 
         Args:
-            mixed: parameters are cast before they compute, or gradients before they are summed. FSDP2 does this, so use
-                it even in one process, which then computes the same as several.
+            mixed: parameters are cast before they compute, or gradients before they are summed. FSDP2 does these casts.
+                One process uses FSDP2 too, so that it computes the same numbers as several processes.
         """
         if mixed:
             return "fsdp2"
-        # DDP cannot sum gradients of DTensors, nor gradients of schedules that split the backward.
+        # Only without other axes: DDP cannot sum gradients of DTensors, nor of schedules that split the backward.
         if self.replicate == self.world > 1:
             return "ddp"
         shards_experts = self.expert > 1 and self.expert_shard > 1

@@ -1,4 +1,4 @@
-"""Measurement of a run: seconds, tokens, FLOPs; it uses a clock and no device.
+"""Measures the seconds, tokens and FLOPs of a run's steps, with a clock and without a device.
 
 A step lasts from the end of the previous step to its own end, without the time inside `paused` (validation,
 checkpoints). An accelerator still computes while the host already sends the next step: pass `end_step` the time at
@@ -32,8 +32,8 @@ TFLOPS = "tflops"
 MFU = "mfu(%)"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
 STEP_SECONDS_MEDIAN = "time_metrics/end_to_end_median(s)"
-# Quartiles in a summary: a quarter of the steps after warm-up took less than the first value, a quarter more than the
-# second.
+# Quartiles in a summary: a quarter of the steps after warm-up took less time than the lower value, and a quarter took
+# more time than the higher value.
 STEP_SECONDS_LOW = "time_metrics/end_to_end_quartile_1(s)"
 STEP_SECONDS_HIGH = "time_metrics/end_to_end_quartile_3(s)"
 DATA_SECONDS = "time_metrics/data_loading(s)"
@@ -52,13 +52,13 @@ PAUSED_SECONDS = "time_metrics/paused(s)"
 
 @dataclass(frozen=True, kw_only=True)
 class RunWork:
-    """The constants of a run's throughput.
+    """The constants of a run that turn seconds into throughput, TFLOP/s and MFU.
 
     Attributes:
         devices: number of devices that share the tokens of a step.
-        flops_per_token: forward and backward, of the whole model.
+        flops_per_token: FLOPs of the whole model for one token, forward and backward.
         convention: formula of the FLOPs, such as `6(N−N_emb)+12·L·H·Q·T`.
-        peak_flops: of one device in the precision of the matrix products, per second; None if unknown.
+        peak_flops: peak FLOP/s of one device in the precision of the matrix products; None if unknown.
         peak_source: source of the peak (a datasheet, or a measurement at start), and notes on the meaning of the MFU.
         may_exceed_peak: whether some products have a faster format than the peak's: by convention, MFU in float8
             divides by the peak of bfloat16.
@@ -79,8 +79,8 @@ class Speed:
     Attributes:
         step_seconds, step_seconds_median: mean and median of one step.
         data_seconds: mean time per step spent waiting for data.
-        tokens_per_second: of one device.
-        tflops: of one device, by the convention for FLOPs per token.
+        tokens_per_second: tokens per second of one device.
+        tflops: TFLOP/s of one device, by the convention for FLOPs per token.
         mfu_percent: share of the device's peak; None if the peak is unknown, or wrong because the share is over 100.
     """
 
@@ -127,17 +127,17 @@ class Meter:
         self._warmup_steps = warmup_steps
         self._clock = clock
         self._tokens_seen = tokens_seen
-        # Arrays, because they have a value for every step of the attempt: eight bytes per value.
+        # Arrays need eight bytes per value, which matters: they have a value for every step of the attempt.
         self._seconds = array("d")
         self._data_seconds = array("d")
         self._tokens = array("d")
         self._window_start = 0
         self._paused_total = 0.0
-        # Pauses that do not recur, so that the estimate of the remaining time excludes them.
+        # Seconds of pauses that do not recur; the estimate of the remaining time excludes them.
         self._once_total = 0.0
         self._step_paused = 0.0
-        # For each step that has not ended, the seconds that it has waited for data. There are two such steps if the
-        # host sends one before the previous one has ended.
+        # For each step that has not ended, the seconds that it has waited for data. Two steps have not ended if the
+        # host starts one before the device has ended the previous one.
         self._loaded: deque[float] = deque()
         self._depth = 0
         self._mark: float | None = None
@@ -205,7 +205,7 @@ class Meter:
         while self._loaded:
             data += self._loaded.popleft()
             if at is not None:
-                # The device still computes the later steps.
+                # The other values belong to later steps, which the device still computes.
                 break
         self._data_seconds.append(data)
         self._tokens.append(tokens)
@@ -223,7 +223,7 @@ class Meter:
         return self._speed(start, seconds=statistics.fmean(seconds), average=statistics.fmean, rate=rate)
 
     def measured(self) -> Speed | None:
-        """Medians over all steps after warm-up; None if there is no such step."""
+        """The median speed over all steps after warm-up; None if there is no such step."""
         start = min(self._warmup_steps, self.steps)
         if start == self.steps:
             return None
@@ -269,8 +269,8 @@ class Meter:
         """The speed of the steps from `start` on.
 
         Args:
-            seconds: of one step.
-            average: of values by step.
+            seconds: mean or median seconds of one step.
+            average: function that averages the values of several steps.
             rate: tokens per second of all devices.
         """
         per_device = rate / self._work.devices

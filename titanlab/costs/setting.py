@@ -1,4 +1,4 @@
-"""The part of a resolved recipe that rules of options may read, and when the loss is computed in chunks of tokens."""
+"""What rules of options may read of a resolved recipe; and the number, size and memory of the loss's chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Setting:
         sequence_parallel: with tensor > 1, the residual stream is cut too.
         cpu_offload: parameters are kept in host memory.
         splits_backward: the pipeline's schedule computes gradients of weights later than those of inputs.
-        rests_in, computes_in: dtype of stored and of computing parameters, by torch's name: `bfloat16`.
+        rests_in, computes_in: dtype in which parameters are stored, and in which they compute: `bfloat16`.
         kinds: name of the option by group, such as precision → bf16. Only for messages: a rule that compares names
             would miss options of other packages.
     """
@@ -69,26 +69,26 @@ class OptionConfig(Protocol):
 
 # The value of training.loss_chunk that leaves the choice to `automatic_chunk`.
 AUTO = -1
-# The rule of `automatic_chunk`, in bytes of logits in float32. A chunk of 512 MiB is 1,024 tokens of a vocabulary of
-# 128,256: enough for full matrix products, and few enough chunks that the weight's gradient is read and written seldom
-# (benchmarks/results/loss_chunk.json).
+# Bytes of float32 logits: above LARGE_BYTES the loss is computed in chunks of at most CHUNK_BYTES. With a vocabulary of
+# 128,256 a chunk has 1,024 tokens. That is enough for efficient matrix products, and the chunks are few: each of them
+# reads and writes the gradient of the head's weight (benchmarks/results/loss_chunk.json).
 LARGE_BYTES = 2**30
 CHUNK_BYTES = 2**29
-# In eager mode the loss of a chunk is computed for some rows at a time: as many bytes as fit into a CPU's cache, and on
-# a GPU enough that a kernel runs longer than its launch.
+# Eager mode computes the loss of a chunk in parts of some tokens. The logits of a part fit into a CPU's cache; on a GPU
+# they are large enough that a kernel runs longer than its launch.
 _PART_BYTES = {"cpu": 2**23, "cuda": 2**26}
 _FLOAT = 4
 
 
 def automatic_chunk(*, tokens: int, columns: int) -> int:
-    """Tokens of a chunk; 0: the logits are small enough to exist whole."""
+    """Number of tokens in a chunk of the loss; 0: no chunks, because the logits of all tokens are small enough."""
     if tokens * columns * _FLOAT <= LARGE_BYTES:
         return 0
     return 1 << max(0, (CHUNK_BYTES // (columns * _FLOAT)).bit_length() - 1)
 
 
 def chunks_of(tokens: int, chunk: int, *, pads: bool) -> list[int]:
-    """Tokens of each chunk; with `pads` the last one is as large as the others."""
+    """Number of tokens in each chunk; `pads`: the last chunk is padded to the size of the others."""
     if not chunk:
         return [tokens]
     sizes = [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
@@ -96,22 +96,22 @@ def chunks_of(tokens: int, chunk: int, *, pads: bool) -> list[int]:
 
 
 def part_rows(columns: int, accelerator: str) -> int:
-    """Tokens of a chunk whose loss is computed at once in eager mode."""
+    """Number of tokens for which eager mode computes the loss at once."""
     return max(1, _PART_BYTES.get(accelerator, _PART_BYTES["cuda"]) // (_FLOAT * columns))
 
 
 def chunk_bytes(
     *, tokens: int, chunk: int, columns: int, dim: int, width: int, accelerator: str, compiled: bool
 ) -> int:
-    """Bytes that head and loss need beside the parameters, their gradients and the head's input.
+    """Bytes that head and loss need in addition to the parameters, their gradients and the head's input.
 
-    In eager mode the gradient of a chunk's logits overwrites the logits, and some rows at a time are copied in float32:
-    log-probabilities, and for 16-bit logits the logits too. Compiled code writes the gradient beside the logits. The
+    In eager mode the gradient of a chunk's logits overwrites the logits. Float32 copies exist for `part_rows` tokens at
+    a time: log-probabilities, and the logits if these have 16 bits. Compiled code does not overwrite the logits. The
     gradient of the head's input has the size of the input.
 
     Args:
-        tokens: of one process in a microbatch.
-        columns: of the vocabulary on this process.
+        tokens: number of tokens of one process in a microbatch.
+        columns: number of the vocabulary's entries on this process.
     """
     chunks = width * min(chunk, tokens) * columns
     if compiled:

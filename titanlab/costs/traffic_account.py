@@ -1,4 +1,4 @@
-"""Formulas for the communication of a step, from the model's account, the layout and a few options; and their table.
+"""Formulas for a step's communication, which give a table; they need the model's account, layout and a few options.
 
 The formulas count every operation; tests compare them with traced steps. Symbols: M microbatches, L blocks.
 
@@ -33,7 +33,7 @@ from titanlab.costs.account import (
 from titanlab.costs.layout import AXES, FOLD, Layout, hidden_shape
 from titanlab.costs.setting import chunks_of
 
-# The step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.train.totals`).
+# Bytes of a step's totals: loss, norm, labels and a flag for each signal, in float64 (`titanlab.train.totals`).
 TOTALS_BYTES = 7 * 8
 _LOSS_BYTES = 2 * 4  # two float32 numbers per token, see `titanlab.parallelism.loss`
 
@@ -43,7 +43,7 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
     traffic = Traffic()
     for number, pieces in step.stages_of(rank):
         if step.replicas_by_ddp:
-            # In a run's first step DDP has one bucket, later buckets of 25 MiB.
+            # Counts one bucket, as in a run's first step; in later steps DDP has buckets of 25 MiB.
             frozen = sum(math.prod(step.account.parameters[name]) for name in step.account.frozen)
             size = (step.account.parameter_count - frozen) * step.master_bytes
             times = step.microbatches if step.reduces_each else 1
@@ -64,13 +64,13 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
 
 
 def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
-    """Gathers and reductions of FSDP2's units: each block is a unit, and the rest of a stage another.
+    """Add gathers and reductions of FSDP2's units: each block is a unit, and the other pieces of a stage are another.
 
-    A part with another dtype than the rest is a separate unit, treated like the rest. The last blocks (by default one)
-    and the rest are gathered once per step; so are the other blocks if they stay gathered, else twice per microbatch.
-    Without a pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1 reduce-scatters, or
-    M·(L + 1) if each microbatch reduces. Replicas sum once per step. Frozen parameters are gathered, but not reduced;
-    blocks before all trained parameters are not gathered for a backward pass.
+    Of these other pieces, each in `fp32_parts` is a unit of its own. All units outside blocks and the last blocks (by
+    default one) are gathered once per step. Earlier blocks are gathered twice per microbatch with resharding, else once
+    per step. Without a pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1
+    reduce-scatters, or M·(L + 1) if each microbatch reduces. Replicas sum gradients once per step. Frozen parameters
+    are gathered, but not reduced. Blocks before all trained parameters are not gathered for a backward pass.
     """
     blocks = [(piece,) for piece in pieces if is_in_block(piece)]
     edges = [piece for piece in pieces if not is_in_block(piece)]
@@ -90,7 +90,7 @@ def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str
             number,
             reshards=step.reshards and unit in blocks[: max(0, len(blocks) - step.gathered_blocks)],
             idle=unit[0] in step.account.idle,
-            # FSDP2 gathers the blocks before the one whose backward runs.
+            # While a block's backward runs, FSDP2 gathers the blocks before it.
             prefetched=any(block not in step.account.idle for (block,) in after),
         )
         each = step.reduces_each and (unit in blocks or not step.orders)
@@ -118,12 +118,12 @@ def gathers(step: Step, number: int, *, reshards: bool, idle: bool = False, pref
 
     Args:
         idle: the unit has no backward pass.
-        prefetched: the next unit has one, and gathers this one; the next forward uses it.
+        prefetched: the backward pass of the next unit gathers this unit ahead; the next forward pass uses it.
     """
     if not step.orders:
         backward = step.microbatches if not idle else int(prefetched)
         return step.microbatches + backward if reshards else 1
-    # A pipeline keeps parameters gathered by a backward until the end of the step or until another forward frees them.
+    # In a pipeline, parameters that a backward has gathered stay gathered until a forward frees them or the step ends.
     times, whole = 0, False
     for kind in step.orders[number]:
         if kind == "F" or (kind in ("B", "I") and (prefetched or not idle)):
@@ -133,10 +133,10 @@ def gathers(step: Step, number: int, *, reshards: bool, idle: bool = False, pref
 
 
 def add_tensor(step: Step, pieces: Sequence[str], traffic: Traffic) -> None:
-    """Sums of activations and their gradients (arXiv 1909.08053, 2205.05198), and the loss.
+    """Add tensor parallelism's collectives for activations, gradients (arXiv 1909.08053, 2205.05198) and the loss.
 
-    With sequence parallelism, reading the stream is an all-gather forward and a reduce-scatter backward, and writing
-    it is the reverse. Without it, reading is an all-reduce backward, and writing an all-reduce forward.
+    To read the residual stream, a module needs an all-gather forward and a reduce-scatter backward; to write it, the
+    reverse. Without sequence parallelism, reading is an all-reduce backward, and writing is an all-reduce forward.
     """
     ranks, axis = step.layout.tensor, step.axis("tensor")
     if ranks == 1:
@@ -164,7 +164,7 @@ def add_tensor(step: Step, pieces: Sequence[str], traffic: Traffic) -> None:
 
 
 def sum_whole_gradients(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic) -> None:
-    """The one reduction of a step that sums partial gradients of whole parameters over tensor ranks.
+    """Add the one all-reduce of a step that sums partial gradients of uncut parameters over tensor ranks.
 
     The gradients are partial because each rank has a share of the tokens (sequence parallelism) or of the heads.
     """
@@ -191,7 +191,7 @@ def sum_whole_gradients(step: Step, rank: Coordinate, pieces: Sequence[str], tra
 def add_context(
     step: Step, rank: Coordinate, pieces: Sequence[str], traffic: Traffic, *, only_forward: bool = False
 ) -> None:
-    """Keys and values in forward and backward, and their gradients, of all microbatches."""
+    """Add context parallelism's transfers of keys, values and their gradients, for all microbatches."""
     ranks, axis, times = step.layout.context, step.axis("context"), step.microbatches
     if ranks == 1:
         return
@@ -199,9 +199,9 @@ def add_context(
     heads = step.account.kv_heads // step.layout.tensor
     for block in (piece for piece in pieces if is_in_block(piece)):
         ends = only_forward or block in step.account.idle
-        # The backward pass transfers keys and values once more.
+        # Keys and values are transferred in the forward pass, and again in the backward pass.
         passes = 1 if ends else 2
-        # Bytes of a rank's keys or values, and of those of the first half of its tokens.
+        # Bytes of a rank's keys (its values have as many): of all its tokens, and of the first half of them.
         whole = step.tokens * heads * step.account.head_dim * step.element_bytes(block)
         half = whole // 2
         if step.context_method == "all_gather":
@@ -210,12 +210,12 @@ def add_context(
                 returned = 2 * (after * whole + before * half)
                 traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
             continue
-        # A rank first sends its own block, then the blocks that arrive; of blocks of ranks before it, only the first
-        # half.
+        # A rank first sends its own keys and values, then those that arrive. A receiver gets only the first half of
+        # what ranks before it own.
         sent = (0, ranks - 1) if before == 0 else (min(after + 1, ranks - 1), before - 1)
         messages = [("send", sent, passes), ("recv", (after, before), passes)]
         if not ends:
-            # Gradients of received blocks go to their owners, and gradients of this rank's keys arrive.
+            # Gradients of received keys and values go to their owners; gradients of this rank's own arrive.
             messages += [("send", (after, before), 1), ("recv", (before, after), 1)]
         for kind, (wholes, halves), count in messages:
             traffic.add(axis, kind, whole, ranks=ranks, times=2 * times * count * wholes)
@@ -223,9 +223,9 @@ def add_context(
 
 
 def add_exchange(step: Step, pieces: Sequence[str], traffic: Traffic, *, only_forward: bool = False) -> None:
-    """Rows to the ranks that have their experts and back, and the same for gradients.
+    """Add the exchange of expert parallelism: rows go to the ranks of their experts and back, and so do gradients.
 
-    A rank sends a row for each expert of each of its tokens. Assumes a balanced load: the rank gets as many rows.
+    A rank sends one row for each expert of each token. With a balanced load, as assumed here, it gets as many rows.
     """
     experts, layout = step.account.experts, step.layout
     if experts is None or layout.expert == 1:
@@ -260,7 +260,7 @@ def _add_repeated(step: Step, rank: Coordinate, pieces: Sequence[str], traffic: 
 
 
 def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
-    """Hidden states to the next stage and gradients to the previous one, unless that stage is on the same rank."""
+    """Add hidden states for the next stage and gradients for the previous stage, if that stage is on another rank."""
     shape = hidden_shape(
         step.layout,
         microbatch=step.microbatch,
@@ -276,7 +276,7 @@ def _pipeline(step: Step, number: int, traffic: Traffic) -> None:
 
 
 def parameter_elements(step: Step, rank: Coordinate, pieces: Sequence[str]) -> int:
-    """Elements of the parameters of some pieces after tensor parallelism, with FSDP2's padding, over all its shards."""
+    """Elements of some pieces' parameters on a tensor-parallel rank, summed over FSDP2's shards, with its padding."""
     return sum(_padded(step, rank, name) for name in _names(step.account, pieces))
 
 
@@ -286,7 +286,7 @@ def _names(account: ModelAccount, pieces: Sequence[str]) -> list[str]:
 
 
 def _padded(step: Step, rank: Coordinate, name: str) -> int:
-    """Elements of a parameter that FSDP2 gathers."""
+    """Elements of a parameter that FSDP2 gathers, with padding."""
     cuts = cuts_of(step.account, name, step.layout)
     number = rank.tensor if cuts.tensor == step.layout.tensor else 0  # for experts all parts are equal
     return math.prod(gathered_part(step.account, name, **cuts._asdict(), number=number))
@@ -297,7 +297,7 @@ class Coordinate:
     """A rank's numbers on the axes whose ranks have different communication.
 
     Attributes:
-        fsdp: the number of its shard of FSDP2; the last shards may be smaller.
+        fsdp: the number of the rank's FSDP2 shard; the last shards may be smaller.
     """
 
     pipeline: int = 0
@@ -311,9 +311,9 @@ class Repeats:
     """The communication of a block's forward pass that recomputation in its backward pass repeats.
 
     Attributes:
-        gathers, sums: of the residual stream, by tensor parallelism.
-        context: of keys and values, by context parallelism.
-        exchange: of tokens, by expert parallelism.
+        gathers, sums: tensor parallelism's gathers and sums of the residual stream.
+        context: context parallelism's transfers of keys and values.
+        exchange: expert parallelism's exchange of tokens.
     """
 
     gathers: bool = False
@@ -324,30 +324,30 @@ class Repeats:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The inputs of the formulas.
+    """What the formulas need to know about a step.
 
     Attributes:
         seq_len: tokens of a sequence, over all its ranks.
         microbatch: sequences of one forward pass.
         microbatches: forward passes of one rank in a step.
-        compute_bytes: of an element of gathered parameters and of activations.
-        reduce_bytes: of an element of a gradient while it is summed over ranks.
-        master_bytes: of an element of a stored parameter, and of its summed gradient.
+        compute_bytes: bytes of an element of gathered parameters and of activations.
+        reduce_bytes: bytes of an element of a gradient while it is summed over ranks.
+        master_bytes: bytes of an element of a stored parameter, and of its summed gradient.
         fp32_parts: pieces that compute and reduce in float32 even if the rest does not.
         float8_gathered: names of the parameters that FSDP2 gathers in one byte per element.
-        mixed: parameters are cast before they compute; then FSDP2 replicates instead of DDP.
-        reshards: blocks free gathered parameters between forward and backward, but for the last `gathered_blocks`.
-        prefetch: number of blocks that FSDP2 gathers ahead; 0 as 1.
+        mixed: parameters are cast before they compute; then FSDP2 sums the replicas' gradients instead of DDP.
+        reshards: blocks free gathered parameters between forward and backward, except the last `gathered_blocks`.
+        prefetch: number of blocks that FSDP2 gathers ahead; 0 counts as 1.
         reduces_each: gradients are reduced after each microbatch; in a pipeline, only those of blocks.
-        sequence_parallel, loss_parallel, context_method: as in the config of parallelism.
+        sequence_parallel, loss_parallel, context_method: the values of the config `parallelism`.
         loss_chunk: tokens for which the loss is computed at once; 0: all of a microbatch.
         pads_chunks: the last chunk is as large as the others.
         accelerator: `cpu` or `cuda`. On CPU an all-to-all replaces gloo's reduce-scatter, which has twice the traffic.
-        stages: by stage of a pipeline, the pieces of the model; empty: one stage has all.
-        placement: by stage, its rank on the pipeline axis.
-        orders: by stage, its actions in order: `F` forward, `B` or `I` backward; other letters are ignored. Empty: one
+        stages: for each stage of a pipeline, its pieces of the model; empty: one stage has all pieces.
+        placement: for each stage, its rank on the pipeline axis.
+        orders: for each stage, its actions in order: `F` forward, `B` or `I` backward; others are ignored. Empty: one
             microbatch after another.
-        repeats: by block, the communication that its recomputation repeats; other blocks repeat nothing.
+        repeats: block → the communication that its recomputation repeats; other blocks repeat nothing.
     """
 
     account: ModelAccount
@@ -397,7 +397,7 @@ class Step:
         return ((number, pieces) for number, pieces in enumerate(stages) if self.placement[number] == rank.pipeline)
 
     def axis(self, name: str) -> str:
-        """The name of an axis's group in the traced table; a group of all ranks has the name of its only axis."""
+        """The name of an axis's group in the traced table; if one axis has all ranks, `world` has that axis's name."""
         return _axis_name(self.layout, name)
 
 
@@ -424,7 +424,7 @@ class TrafficRow:
     Attributes:
         axis: the group's axis: an axis of the layout, `shard·context` if these share a group, or `world`.
         kind: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send`, `recv`, ….
-        bytes: of the operations' tensors.
+        bytes: bytes of the operations' tensors.
         wire_bytes: bytes that the rank sends for these operations, by the ring algorithms.
     """
 
@@ -436,7 +436,7 @@ class TrafficRow:
 
 
 class Traffic:
-    """Sums of operations by axis and kind."""
+    """Counts operations, and sums their bytes, by axis and kind."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], list[int]] = {}
@@ -446,7 +446,7 @@ class Traffic:
 
         Args:
             ranks: size of the group. A group of one rank sends nothing, so it is not counted.
-            own: bytes of one `all_to_all` that the rank keeps; None: an equal part.
+            own: bytes of one `all_to_all` that stay on the rank, because they are for itself; None: an equal part.
         """
         if ranks == 1 or times == 0:
             return
@@ -460,7 +460,7 @@ class Traffic:
         names = (*AXES, "world")
 
         def order(row: TrafficRow) -> tuple[int, int, str, str]:
-            # Sort joint axes after their first axis.
+            # Sort axes that share a group, such as `shard·context`, after the first of them.
             first, *others = row.axis.split(FOLD)
             return (names.index(first) if first in names else len(names), len(others), row.axis, row.kind)
 
@@ -487,10 +487,10 @@ def traffic_lines(rows: Iterable[TrafficRow]) -> list[str]:
 
 
 def traffic_metrics(rows: Iterable[TrafficRow]) -> dict[str, int]:
-    """The table as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
+    """The rows as one mapping for trackers: `traffic/shard/all_gather_bytes` → bytes, and so on."""
     table = {}
     for row in rows:
-        # In ASCII, for trackers and shells.
+        # Keys must be ASCII for trackers and shells.
         key = f"traffic/{row.axis.replace(FOLD, '_')}/{row.kind}"
         table.update({f"{key}_count": row.count, f"{key}_bytes": row.bytes, f"{key}_wire_bytes": row.wire_bytes})
     return table

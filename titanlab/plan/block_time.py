@@ -1,6 +1,6 @@
-"""The time of a block, and of the pieces before and after the blocks: kernels and communication, on one rank.
+"""The time that one rank needs for a transformer block, and for each piece of the model before and after the blocks.
 
-Bytes of communication are those of `titanlab.costs.traffic_account`.
+The time is that of kernels and of communication; `titanlab.costs.traffic_account` gives the bytes of communication.
 """
 
 from __future__ import annotations
@@ -39,28 +39,27 @@ from titanlab.techniques.precision.contract import ProductFormat
 
 # Side of a tile of the output that a product's kernels compute at once; a partial tile takes as long as a full one.
 _TILE = 128
-# Cost of copying an element of one byte into the other order of memory (rows or columns first), in bytes that separate
-# kernels move in the same time: 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), at the fitted share
-# of 3.35 TB/s.
+# Cost of transposing one float8 element in memory, given as the bytes that separate kernels move in the same time. It
+# comes from 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), with 3.35 TB/s times the fitted share.
 TRANSPOSED = 18
-# Bytes for each result of a product that a kernel scales: read 2 and write 2; outside compiled code the product of the
-# scales is written and read too, in float32.
+# Bytes moved to scale one element of a product's result: read 2 and write 2; eager mode also writes and reads the
+# product of the two scales, in float32.
 _SCALED, _EAGER_SCALED = 4, 12
-# Bytes for each element of a weight's gradient that is added to those of other chunks of tokens.
+# Bytes moved to add one element of a weight's gradient to the gradients of other chunks of tokens.
 _ADDED = 6
 # The backward pass of fused attention has five products, the forward pass two (arXiv 2307.08691, section 2.3).
 _ATTENTION_BACKWARD = 2.5
-# What `titanlab.parallelism.context` moves beside its kernels, in bytes for each element of the rank's part of the
-# output, the keys or the values. Forward: at the ends, copies to float32 and back; for a hop, the copy of the partial
-# output in float32 (read 2, write 4) and its merge (read 8, write 4).
+# Bytes that `titanlab.parallelism.context` moves outside attention's kernels, for each element of the rank's part of
+# the output, the keys or the values. Forward: copies to float32 and back at the begin and end of the ring; for each
+# hop, the copy of the partial output in float32 (read 2, write 4) and its merge (read 8, write 4).
 _RING_ENDS, _MERGE, _MERGE_KERNELS = 12, 18, 8
-# Backward: for a hop, the addition to the queries' gradient in float32. For keys and for values: zeros, the addition
-# of the kernel's gradients to them, and the addition of other ranks' gradients in float32.
+# Backward: for each hop, the addition to the queries' gradient in float32. For keys and for values: the zeros, the
+# addition of the kernel's gradients to these zeros, and the addition of other ranks' gradients in float32.
 _MERGE_QUERIES, _MERGE_KEYS, _MERGE_BACKWARD_KERNELS = 10, 18, 10
-# Rows of queries that one multiprocessor computes at once, and multiprocessors of an H100, which stands for all devices
-# (an A100 has 108, a B200 148). Fewer tiles of rows leave some of them idle.
+# Rows of queries that one multiprocessor computes at once (a tile); and the number of multiprocessors of an H100, which
+# stands for all devices (an A100 has 108, a B200 148). If there are fewer tiles, some multiprocessors are idle.
 _QUERY_TILE, _MULTIPROCESSORS = 128, 132
-# Kernels read the gradient and the saved inputs, and write a gradient: twice the forward pass.
+# Memory traffic of a pointwise backward relative to its forward: it reads gradient and saved inputs, writes a gradient.
 _POINTWISE_BACKWARD = 2.0
 
 
@@ -68,8 +67,8 @@ class KernelGroup(NamedTuple):
     """Kernels with one rate of products and one kind of memory access.
 
     Attributes:
-        rate: dtype of products, or kernel and direction of attention.
-        moved: bytes that are read and written.
+        rate: key of the machine's rates: a dtype for products, kernel and direction for attention.
+        moved: bytes that the kernels read and write.
         fused: whether a compiler generated the kernels.
     """
 
@@ -80,13 +79,13 @@ class KernelGroup(NamedTuple):
     fused: bool
 
 
-# The kernels of the forward pass, of the gradients of inputs, and of the gradients of weights.
+# The kernels of an operation's forward pass, of the gradients of its inputs, and of the gradients of its weights.
 _Passes = tuple[list[KernelGroup], list[KernelGroup], list[KernelGroup]]
 Work = TypeVar("Work")
 
 
 class OperationWork(NamedTuple, Generic[Work]):
-    """Kernels or seconds of an operation for a microbatch: forward, gradients of inputs, gradients of weights."""
+    """The kernels (or the seconds) of an operation for one microbatch: forward, gradients of inputs and of weights."""
 
     name: str
     kind: str
@@ -100,17 +99,17 @@ class RankWork:
     """One rank's share of the operations, and how the operations run.
 
     Attributes:
-        share: with a degree of experts above 1 each rank of the tensor axis routes its own tokens.
-        dtype: of products in the compute precision: torch's name.
-        attention: kernel of attention.
+        share: if its `expert` is above 1, each rank of the tensor axis routes its own tokens.
+        dtype: torch's name of the compute precision, in which products run unless `products` says otherwise.
+        attention: name of the attention kernel.
         fused: whether neighbouring operations that memory bandwidth limits are one kernel.
         plan: style of each module, as in the model's account; all blocks use the names of the first block.
-        prefix: of the operations' names in that plan.
-        products: by path, products in another format.
+        prefix: text before an operation's name that makes it a path in `plan`.
+        products: path of a linear layer → format of its products, if it is not `dtype`.
         cast_weights: names of weights that arrive in float8, from FSDP2's gather.
         casts_part: whether activations are cast before tensor parallelism gathers them.
-        imbalance: rows of the busiest rank of expert parallelism, as a multiple of the mean.
-        chunks: number of products that compute the gradient of the weight.
+        imbalance: rows of the busiest rank of expert parallelism, as a multiple of the ranks' mean.
+        chunks: number of products that together compute one weight's gradient: one for each chunk of the loss.
     """
 
     share: Share
@@ -126,17 +125,17 @@ class RankWork:
     chunks: int = 1
 
 
-# Load of the busiest expert beyond the mean, as a share of it, by the balance of loads: with a bias 0.04, with an
-# auxiliary loss 0.72 (arXiv 2408.15664, table 2, 1B: MaxVio over a whole validation set). Assumptions: the share is the
-# same for the batch of a step, although fewer tokens vary more; and without a balance it is that of an auxiliary loss.
+# Load of the busiest expert above the mean load, as a share of the mean: 0.04 with the balance `bias`, 0.72 with an
+# auxiliary loss (arXiv 2408.15664, table 2, 1B: MaxVio over a whole validation set). Assumptions: a step's batch has
+# the same share, although fewer tokens vary more; and without a balance the share is that of an auxiliary loss.
 _VIOLATIONS = {"bias": 0.04}
 _VIOLATION = 0.72
 
 
 def imbalance_of(experts: RoutedExperts | None, degree: int) -> float:
-    """Rows of the busiest of the ranks that share the experts, as a multiple of the mean.
+    """Rows of the busiest rank of those that share the experts, as a multiple of the ranks' mean.
 
-    The loads of the experts of one rank are taken as independent: their mean has a smaller deviation.
+    Assumes that experts' loads are independent: the mean load of a rank's experts then deviates less than one load.
     """
     if experts is None or degree == 1:
         return 1.0
@@ -144,7 +143,7 @@ def imbalance_of(experts: RoutedExperts | None, degree: int) -> float:
 
 
 def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
-    """Time of kernels, one after another: max(FLOPs / rate, bytes / bandwidth) + launch for each."""
+    """Seconds of kernels that run one after another: the sum of max(FLOPs / rate, bytes / bandwidth) + launches."""
     shares, total = machine.efficiencies, 0.0
     for flops, rate, moved, launches, fused in kernels:
         memory = moved / (machine.memory_bytes_per_second * (shares.fused_memory if fused else shares.eager_memory))
@@ -156,19 +155,19 @@ def kernel_seconds(kernels: Sequence[KernelGroup], machine: Machine) -> float:
     return total
 
 
-# A kernel of compiled code needs this share of the host's time of an eager one, because no operator is dispatched and
-# no autograd node is made: about 4 µs for a launch by inductor's wrapper. An assumption, not a measurement.
+# Host time to start a kernel of compiled code, as a share of an eager kernel's: compiled code dispatches no operator
+# and makes no autograd node. Assumed from about 4 µs for a launch by inductor's wrapper, not measured.
 _COMPILED_HOST = 0.2
 
 
 def host_seconds(kernels: Sequence[KernelGroup], machine: Machine, *, compiled: bool) -> float:
-    """Time of the host to start kernels."""
+    """Seconds that the host needs to start kernels."""
     share = _COMPILED_HOST if compiled else 1.0
     return share * machine.efficiencies.host_seconds * sum(group.launches for group in kernels)
 
 
 def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork[list[KernelGroup]]]:
-    """The kernels of operations that follow each other."""
+    """The kernels of each operation; the operations follow each other."""
     share, width = part.share, part.share.element_bytes
     work, follows, cast = [], False, set[str]()
     for operation in operations:
@@ -182,7 +181,7 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
         elif operation.kind == "attention":
             flops = operation.flops / 2 / (share.tensor * share.context)  # causal: half of the square
             if share.context > 1:
-                # Kernels compute a rectangle of chunks at a time.
+                # Kernels compute rectangles of chunks: a chunk's last tile is not full, and multiprocessors may idle.
                 batch, heads, seq_len, _ = operation.output
                 chunk = seq_len / (2 * share.context)
                 tiles = math.ceil(chunk / _QUERY_TILE)
@@ -195,7 +194,7 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
         elif operation.kind == "exchange":
             kernels = [], [], []
             if share.expert > 1:
-                # Rows that travel are also sorted, in the backward pass too.
+                # Each rank also sorts the rows that it exchanges, in the backward pass too.
                 moved = operation.passes * elements * width / (share.context * share.tensor)
                 sorting = [KernelGroup(0.0, "", moved, 1, part.fused)]
                 kernels = sorting, sorting, []
@@ -205,7 +204,7 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
             moves = share.expert > 1 and bool(results and results[0].with_experts)
             is_cut = moves or cut == "part" or (cut == "stream" and share.sequence_parallel)
             ranks = share.context * (share.tensor if is_cut else 1)
-            # A fused operation writes its result, and the first of a group also reads its input.
+            # A fused operation writes its result; the first operation of a fused group also reads its input.
             passes = min(operation.passes, 1.0 if follows else 2.0) if part.fused else operation.passes
             launches = 0.5 if part.fused else max(1.0, operation.passes / 2.5)
             kernel = KernelGroup(0.0, "", passes * elements * width / ranks, launches, part.fused)
@@ -229,7 +228,7 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
     )
     groups = operation.groups
     if share.expert > 1 and operation.keeps and operation.keeps[0].with_experts:
-        # Each rank has some of the experts; all ranks wait for the one that gets the most rows.
+        # Each rank has some of the experts; all ranks wait for the rank that gets the most rows.
         rows, groups, dim = rows / share.tensor * part.imbalance, max(1, groups // share.expert), None
     if dim == 0:
         columns = -(-columns // share.tensor)
@@ -243,14 +242,14 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
     shapes = ((rows / groups, columns), (rows / groups, inner), (inner, columns))
     kernels: list[list[KernelGroup]] = []
     for dtype, (height, length) in zip(formats, shapes, strict=True):
-        # Tiles at the edges of the output are not full, but take as long.
+        # Tiles at the edges of the output are not full, but take as long as full tiles.
         waste = math.ceil(height / _TILE) * math.ceil(length / _TILE) * _TILE**2 / (height * length)
         kernels.append([KernelGroup(2 * rows * inner * columns * waste, dtype, moved, 1, True)])
     if operation.layer:
-        # The weights of several layers are concatenated: read 1 and write 1.
+        # The weights of the joined layers are concatenated: each element is read once and written once.
         kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * width, 1, False))
     if product is not None:
-        # Half of the casts of input and weight run in the forward pass; those of the gradient run in the backward.
+        # Half of the casts of input and weight run in the forward pass; the others and those of the gradient run later.
         cast, launches = product.eager_cast_bytes, float(product.eager_cast_kernels)
         if part.fused:
             cast, launches = product.cast_bytes, product.cast_kernels / 2
@@ -263,7 +262,7 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
         kernels[1].append(KernelGroup(0.0, "", backward, 2 * launches, part.fused))
         scaled = product.scales_gradients * (_SCALED if part.fused else _EAGER_SCALED)
         of_inputs, of_weight = rows * inner * scaled, part.chunks * inner * columns * scaled
-        # Products in float8 need the weight, and for its gradient both operands, in the other order of memory.
+        # Float8 products need transposed copies: of the weight, and of both operands of the weight's gradient.
         if not part.fused and product.input_gradient.startswith("float8"):
             of_inputs += inner * columns * TRANSPOSED
         if not part.fused and product.weight_gradient.startswith("float8"):
@@ -294,21 +293,21 @@ def rows_of(formula: Callable[..., None], *inputs: Any, **options: Any) -> list[
     return traffic.rows()
 
 
-# Bytes that the loss moves for each logit. Separate kernels in float32: cast 2 + 4, log-softmax 4 + 4, its backward 8 +
-# 4, cast back 4 + 2. Compiled: two passes forward over 2 bytes, one backward that reads and writes 2.
+# Bytes that the loss reads and writes for each logit. Separate float32 kernels: cast 2 + 4, log-softmax 4 + 4, its
+# backward 8 + 4, cast back 4 + 2. Compiled: two forward passes that read 2, a backward pass that reads 2 and writes 2.
 _LOSS_BYTES, _COMPILED_LOSS_BYTES = 32, 8
 _LOSS_KERNELS, _COMPILED_LOSS_KERNELS = 12, 4
 
 
 class PieceTime(NamedTuple):
-    """Seconds of a block or piece for one microbatch.
+    """Seconds of a block, or of another piece of the model, for one microbatch.
 
     Attributes:
         forward, inputs, weights, recomputed: computation of the forward pass, of gradients of inputs, of gradients of
             weights, and of recomputation.
         tensor_forward, tensor_backward: exposed communication of tensor and expert parallelism.
         context_forward, context_backward: exposed communication of context parallelism.
-        host_forward, host_backward: of the host, without the hooks of FSDP2; the times above are not shorter.
+        host_forward, host_backward: host time without the hooks of FSDP2; a pass takes at least its host time.
     """
 
     forward: float
@@ -324,17 +323,17 @@ class PieceTime(NamedTuple):
 
     @property
     def ahead(self) -> float:
-        """All of the forward pass."""
+        """Seconds of the forward pass, with communication."""
         return self.forward + self.tensor_forward + self.context_forward
 
     @property
     def back(self) -> float:
-        """All of the backward pass."""
+        """Seconds of the backward pass, with recomputation and communication."""
         return self.inputs + self.weights + self.recomputed + self.tensor_backward + self.context_backward
 
     @property
     def compute(self) -> float:
-        """Forward and backward without communication."""
+        """Seconds of both passes without communication."""
         return self.forward + self.inputs + self.weights + self.recomputed
 
 
@@ -343,10 +342,10 @@ class ModelTime:
     """Seconds of every piece for one microbatch.
 
     Attributes:
-        model, seq_len: of the recipes with these times.
-        kinds, kind_of: the blocks that differ in recomputation, and for each block its index in `kinds`.
-        edges: by name, the pieces before and after the blocks; the last one includes the loss.
-        once: communication of tensor parallelism in a step for each block.
+        model, seq_len: values of the recipes that these times are for.
+        kinds, kind_of: time of each kind of block (kinds differ in recomputation), and each block's index in `kinds`.
+        edges: time by name of the pieces before and after the blocks; the last piece includes the loss.
+        once: seconds of the tensor-parallel communication that a block has once a step, not once a microbatch.
         whole: sums over all pieces.
     """
 
@@ -364,19 +363,19 @@ def added_times(parts: Iterable[PieceTime]) -> PieceTime:
 
 
 def total(times: ModelTime, kind_of: Sequence[int], edges: Iterable[str]) -> PieceTime:
-    """Sums over some blocks, by their kinds, and other pieces."""
+    """The sums of the times of some blocks, given by their kinds, and of other pieces, given by name."""
     parts = [PieceTime(*(kind_of.count(kind) * part for part in piece)) for kind, piece in enumerate(times.kinds)]
     parts += [times.edges[name] for name in edges if name in times.edges]
     return added_times(parts)
 
 
 class AsyncProducts(NamedTuple):
-    """Seconds of the products of a block with which torch fuses a collective: AsyncTP.
+    """Seconds of a block's products that AsyncTP fuses with a collective.
 
     Attributes:
-        gathers, sums: forward, those that read what a collective gathers, and those whose results a collective sums.
-        gradient_gathers: backward, those that read a gathered gradient. The sums there are not fused: the gradient of
-            what several products read is a sum of their results.
+        gathers: forward products that read what a collective gathers.
+        sums: forward products whose results a collective sums.
+        gradient_gathers: backward products that read a gathered gradient. Sums in the backward pass are not fused.
     """
 
     gathers: Sequence[float]
@@ -385,13 +384,13 @@ class AsyncProducts(NamedTuple):
 
 
 class _Shaped:
-    """The times of one shape, without and with checkpointing."""
+    """The times of all recipes with the same shapes; `block` adds what a checkpointing policy recomputes."""
 
     def __init__(self, recipe: Recipe, machine: Machine) -> None:
         self.recipe, self.machine, self.layout = recipe, machine, _inside(recipe.layout)
         layout, model, formats = self.layout, recipe.model, recipe.precision.formats()
         self.facts = model_facts(model)
-        # Drop degrees that do not matter here: recipes share cached times.
+        # Drop the degrees that do not change the times of a block, so that more recipes share cached times.
         self.step = replace(step_of(recipe, account=self.facts.sample), layout=layout, microbatches=1)
         self.part = RankWork(
             share=share_of(recipe),
@@ -424,7 +423,7 @@ class _Shaped:
         self.context, block = self._context(), (self.facts.block,)
         self.exchange = self._seconds(add_exchange, "expert", self.step, block, only_forward=True)
         self.exchange *= self.part.imbalance
-        # Tensor parallelism: seconds by kind of collective, and once in a step.
+        # Seconds of tensor parallelism by kind of collective; below, self.once has those that a block has once a step.
         self.tensor: dict[str, float] = {}
         self.collectives = 0
         if layout.tensor > 1:
@@ -446,7 +445,7 @@ class _Shaped:
         ]
 
     def _seconds(self, formula: Callable[..., None], axis: str, *inputs: Any, **options: Any) -> float:
-        """Seconds of the communication on one axis that a formula gives."""
+        """Seconds of the communication that a formula of `traffic_account` adds on one axis."""
         if getattr(self.layout, axis) == 1:
             return 0.0
         placement = axis_of(self.layout, axis, self.machine.per_node)
@@ -461,7 +460,7 @@ class _Shaped:
         if any(time.kind == "attention" for time in again):
             context_backward += context_forward
         tensor_forward, tensor_backward = self._tensor(number, ac)
-        # The rows of experts are needed at once, so no computation hides their transfer.
+        # Experts need the exchanged rows immediately, so no computation hides the exchange.
         tensor_forward += self.exchange
         tensor_backward += self.exchange * (2 if ac.repeats_collective(EXCHANGE, number=number) else 1)
         ahead, back = self._host(recomputed)
@@ -474,14 +473,14 @@ class _Shaped:
 
     @functools.cached_property
     def async_products(self) -> AsyncProducts:
-        """The products with which torch fuses a collective, as `tests/compile/test_async_tensor.py` counts them."""
+        """The products that torch fuses with a collective, as `tests/compile/test_async_tensor.py` counts them."""
         reading: dict[str, list[OperationWork[float]]] = {}
         sums, cast = list[OperationWork[float]](), set[str]()
         for operation, time in zip(self.operations, self.times, strict=True):
             path = f"{self.part.prefix}{operation.layer or operation.name}"
             style = self.part.plan.style_of(path)
             if path in self.part.products and not self.part.casts_part:
-                # The operand is cast between its gather and its product, so that these two are not fused.
+                # A cast between an operand's gather and its product prevents the fusion of the two.
                 cast.add(operation.name)
             if style == "colwise":
                 reading.setdefault(operation.keeps[0].name, []).append(time)
@@ -495,9 +494,9 @@ class _Shaped:
         )
 
     def _host(self, recomputed: frozenset[str]) -> tuple[float, float]:
-        """Time of the host for the forward and the backward pass of a block.
+        """Seconds that the host needs for the forward and the backward pass of a block.
 
-        The host sends work ahead of the device, so that a pass takes as long as the slower of both.
+        The host starts kernels ahead of the device: a pass takes as long as the slower of host and device.
         """
         if self.recipe.compile.records_graphs:
             return 0.0, 0.0
@@ -507,13 +506,13 @@ class _Shaped:
         kernel = self.machine.efficiencies.host_seconds
         ahead += kernel * _MERGE_KERNELS * hops
         back += kernel * _MERGE_BACKWARD_KERNELS * hops
-        # A hop of a ring exchanges keys and values; in the backward pass also their gradients.
+        # Each hop of a ring exchanges keys and values; in the backward pass it exchanges their gradients too.
         ahead += hook * (self.collectives / 2 + hops)
         back += weights + repeated + hook * (self.collectives / 2 + 2 * hops)
         return ahead, back
 
     def _edge(self, operation: Operation, *, last: bool) -> PieceTime:
-        """A piece before or after the blocks; the last one computes the loss too."""
+        """Time of a piece before or after the blocks; `last`: the piece also computes the loss."""
         parallelism, chunk = self.recipe.parallelism, self.recipe.loss_chunk
         chunks = math.ceil(math.prod(operation.output[:-1]) / self.layout.context / chunk) if last and chunk else 1
         part = replace(self.part, prefix="", fused=False, chunks=chunks)
@@ -530,18 +529,18 @@ class _Shaped:
             loss = kernel_seconds([KernelGroup(0.0, "", moved / 2, launches / 2, fused)], self.machine)
             forward, inputs = forward + loss, inputs + loss
             if chunk:
-                # The forward pass computes the gradients too.
+                # With chunks, the forward pass of the loss computes the gradients too.
                 return PieceTime(forward + inputs + time.weights, 0.0, 0.0, 0.0, tensor, tensor)
         return PieceTime(forward, inputs, time.weights, 0.0, tensor, tensor)
 
     def _tensor(self, number: int, ac: ACConfig) -> tuple[float, float]:
-        """Communication of tensor parallelism in the forward pass, and in the backward pass including recomputation."""
+        """Exposed seconds of tensor parallelism in the forward pass, and in the backward pass with recomputation."""
         half = sum(self.tensor.values()) / 2
         styles = [STYLES[style] for path, style in self.step.account.tensor_plan.items() if is_in_block(path)]
         gathers, sums = sum(style.gathers for style in styles), sum(style.sums for style in styles)
         if not self.tensor or not gathers + sums:
             return half, half
-        # The last product is not computed again, so its sum is not either; a block ends with a sum.
+        # A block ends with a product and its sum; recomputation repeats neither of these two.
         repeated_sums = max(0, sums - int(self.layout.expert == 1))
         repeats_gathers, repeats_sums = repeats_in_block(self.recipe, ac, number)
         each = {kind: seconds / (gathers + sums) for kind, seconds in self.tensor.items()}
@@ -558,24 +557,24 @@ class _Shaped:
         return sum(forward), backward
 
     def _beside(self, products: Sequence[float], count: int, each: float) -> float:
-        """Exposed time of collectives: each runs beside one of the products, until there are no more products."""
+        """Exposed seconds of `count` collectives; each runs beside one product, and those without a product alone."""
         hidden = sum(exposed(product, each, self.machine) for product in products)
         return hidden + max(0, count - len(products)) * each
 
     def _context(self) -> tuple[float, float]:
-        """Exposed communication of a ring, max(0, X − A/c) for each hop, or of a gather, which is never hidden; and
-        the merges of partial results.
+        """Seconds of context parallelism, forward and backward: exposed communication, and merges of partial results.
+        A ring exposes max(0, transfer − attention) for each hop; nothing hides an all-gather.
         """
         sent = self._seconds(add_context, "context", self.step, Coordinate(), (self.facts.block,))
         ranks, (attention, backward), (forward, back) = self.layout.context, self.ring, self._merges()
         hidden = (ranks - 1) / ranks if self.recipe.parallelism.context_method == "ring" else 0.0
-        # One of three transfers is in the forward pass; the backward sends keys, values and their gradients.
+        # The forward pass sends keys and values; the backward pass sends them again, and as many gradients.
         return max(0.0, sent / 3 - attention * hidden) + forward, max(0.0, sent * 2 / 3 - backward * hidden) + back
 
     def _merges(self) -> tuple[float, float]:
         """Seconds to merge the partial results of context parallelism, forward and backward, on the last rank.
 
-        The last rank merges all of its rows for each other rank; its own head counts as half a hop.
+        For each hop, the last rank merges all of its rows. Attention to the first of its own chunks is half a hop.
         """
         share, ranks, account = self.part.share, self.layout.context, self.step.account
         if ranks == 1:
@@ -585,7 +584,7 @@ class _Shaped:
         rows = self.step.tokens / share.tensor * account.head_dim
         queries, keys = rows * account.heads, 2 * rows * account.kv_heads
         forward = queries * (_RING_ENDS + _MERGE * hops)
-        # Keys of all other ranks get gradients, by hops or at once; a gather also copies them in order and back.
+        # All ranks' keys get gradients. An all-gather also copies the keys into order, and their gradients back.
         copies = 4 * keys * (ranks - 1) if gathers else 0
         back = queries * (_RING_ENDS + _MERGE_QUERIES * hops) + keys * _MERGE_KEYS * (ranks - 0.5) + copies
         return (
@@ -595,12 +594,12 @@ class _Shaped:
 
 
 def exposed(compute: float, exchange: float, machine: Machine) -> float:
-    """Time that communication X adds to a concurrent computation C: κ·min(C, X) + |C − X| − C."""
+    """Seconds that communication X adds to a concurrent computation C: κ·min(C, X) + |C − X| − C."""
     return machine.efficiencies.overlap * min(compute, exchange) + abs(compute - exchange) - compute
 
 
 def _inside(layout: Layout) -> Layout:
-    """The degrees that cut a block; they also place its ranks on nodes, because other axes are further out."""
+    """The degrees that cut a block. They also tell on which nodes its ranks are: the other axes are further out."""
     return Layout(context=layout.context, tensor=layout.tensor, expert=layout.expert)
 
 
@@ -617,7 +616,7 @@ def model_time(recipe: Recipe, machine: Machine) -> ModelTime:
 
 @functools.lru_cache(maxsize=1024)
 def _without_frozen(times: ModelTime, freeze: tuple[str, ...]) -> ModelTime:
-    """The times without the gradients of frozen weights, and without the backward of pieces that have none."""
+    """The times without gradients of frozen weights, and without a backward pass for pieces that have none."""
     account = with_frozen(model_facts(times.model).account, freeze)
 
     def trained(piece: str, time: PieceTime) -> PieceTime:

@@ -1,4 +1,4 @@
-"""A cluster's facts from measurements: from rates of its parts (`--measure`), or from whole runs (`--calibrate`)."""
+"""Fits a cluster's facts to measurements: of single operations (`--measure`), or of whole runs (`--calibrate`)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from titanlab.techniques.profiler import profilers_schema as names
 
 KEY = "--measure"
 _RUNS = "--calibrate"
-# Group of collectives → the efficiency that its times determine.
+# Group of ranks → the efficiency that the times of its collectives determine.
 _LINKS = {names.NODE: "link", names.WORLD: "network"}
-# For messages: divisor, unit, digits of each figure.
+# Figure → how messages show it: divisor, unit, number of digits.
 _UNITS: Mapping[str, tuple[float, str, int]] = {
     names.PRODUCT: (1e9, "GFLOP/s", 1),
     names.ATTENTION: (1e9, "GFLOP/s", 1),
@@ -38,9 +38,9 @@ _UNITS: Mapping[str, tuple[float, str, int]] = {
     names.HOOK: (1e-6, "µs", 2),
     names.PROCESS: (1e9, "GB", 2),
 }
-# The largest collective must take longer than an empty one by at least this share; less is noise.
+# The largest collective must take longer than an empty collective by at least this share; less is noise.
 _LEAST_GROWTH = 0.02
-# Number of the smallest squares to ignore: a model's products are larger.
+# The smallest measured square products, as many as this, are ignored: a model's products are larger.
 _SMALL_SQUARES = 2
 
 
@@ -61,12 +61,12 @@ class MeasuredCollective(NamedTuple):
 
     @property
     def trips(self) -> int:
-        """How many times data goes around the ring."""
+        """How many times the collective sends its data around the ring."""
         return 2 if self.kind == "all_reduce" else 1
 
 
 def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
-    """The cluster of a recipe with the rates that `profiler=rates` has measured.
+    """The cluster of a recipe, with the rates that `profiler=rates` has measured on it.
 
     Raises:
         ConfigError: a figure is missing or not positive.
@@ -75,7 +75,7 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     cluster = dataclasses.replace(recipe.cluster, efficiencies={})
     is_cpu = cluster.accelerator == "cpu"
     products = [rate for name, rate in figures.items() if name.startswith(names.PRODUCT)]
-    # The fastest product, and the median of products as large as a model's.
+    # `best` is the rate of the fastest product; `typical` is the median of products as large as a model's.
     best, typical = max(products), statistics.median(products[_SMALL_SQUARES:] or products)
     memory = max(figures[names.COPY], figures[names.POINTWISE])
     measured = dataclasses.replace(cluster, peak_tflops=best / 1e12, memory_gb_per_second=memory / 1e9)
@@ -90,7 +90,7 @@ def measured_cluster(recipe: Recipe, row: Mapping[str, Any]) -> Cluster:
     memory = max(memory, 0.0 if is_cpu else machine.memory_bytes_per_second)
     shares = {
         "product": typical / machine.product_rate("bfloat16"),
-        # 1, because the rates by kernel are measured rates.
+        # 1, because the attention rates of this cluster are measured themselves.
         "attention": 1.0,
         "eager_memory": figures[names.POINTWISE] / memory,
         "fused_memory": figures[names.COPY] / memory,
@@ -120,7 +120,7 @@ def _with_link(
 ) -> Cluster:
     """The cluster with the bandwidth of measured collectives; adds their efficiency and latency to `shares`.
 
-    seconds = latency · nominal + bytes / bandwidth: a straight line after division by the nominal fixed time.
+    Fits seconds = latency · nominal + bytes / bandwidth, which is a straight line after division by `nominal`.
     """
     group, nodes = collectives[0].group, 1 if collectives[0].group == names.NODE else 2
     sizes, times = [], []
@@ -145,7 +145,7 @@ def _with_link(
 
 
 def doubts(row: Mapping[str, Any], cluster: Cluster) -> list[str]:
-    """A line for each link of a measured cluster that has no bandwidth although collectives were measured on it."""
+    """A warning for each link whose collectives were measured, but gave no bandwidth for the cluster."""
     groups = {each.group for each in _figures(row)[1]}
     return [
         f"no bandwidth of the {name}: the times of its collectives do not grow with their sizes; measure again "
@@ -156,7 +156,7 @@ def doubts(row: Mapping[str, Any], cluster: Cluster) -> list[str]:
 
 
 def rate_lines(row: Mapping[str, Any]) -> list[str]:
-    """What was measured, as text.
+    """Lines of text that show the measured figures.
 
     Raises:
         ConfigError: a figure is missing or not positive.
@@ -183,10 +183,10 @@ def rate_lines(row: Mapping[str, Any]) -> list[str]:
 
 
 def _figures(row: Mapping[str, Any]) -> tuple[dict[str, float], list[MeasuredCollective]]:
-    """The figures of a row by name, and the collectives among them.
+    """The measured figures of a row by name, and the collectives among them.
 
     Raises:
-        ConfigError: one is missing or not positive.
+        ConfigError: a figure is missing or not positive.
     """
     figures = {name: value for name, value in row.items() if name.startswith("rates/")}
     for name in (names.PRODUCT, names.ATTENTION, names.COPY, names.POINTWISE, names.LAUNCH):
@@ -205,17 +205,17 @@ def _figures(row: Mapping[str, Any]) -> tuple[dict[str, float], list[MeasuredCol
     return figures, collectives
 
 
-# Rates of CPUs are fitted from this multiple downwards: no efficiency is above 1, and caches are faster than memory.
+# CPUs' rates start the fit this many times larger: efficiencies are at most 1, but caches are faster than memory.
 _WIDER = 5.0
-# Values of a cluster are positive.
+# Least fitted memory value of a cluster, because a cluster's values must be positive.
 _LEAST = 1e-3
-# Fewer runs are too few for the number of parameters.
+# A calibration with fewer runs has too few measurements for the number of fitted parameters.
 LEAST_RUNS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One measured run: median of its steps, and the largest memory of a rank if it was measured."""
+    """One measured run: the median time of its steps, and the memory of its fullest rank (None: not measured)."""
 
     name: str
     recipe: Recipe
@@ -224,14 +224,14 @@ class Measured:
 
     @property
     def family(self) -> str:
-        """The axes along which the layout is parallel: `shard·tensor`, or `one process`."""
+        """The axes with a degree above 1, such as `shard·tensor`; or `one process`."""
         degrees = self.recipe.layout.degrees()
         return "·".join(axis for axis in AXES if degrees[axis] > 1) or "one process"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Median absolute errors of a number of runs, as shares of what was measured; nan without a measured run."""
+    """Median absolute errors of the estimates for some runs, as shares of the measured values; nan: none measured."""
 
     runs: int
     time: float
@@ -240,7 +240,7 @@ class Errors:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The cluster of the runs with the fitted values, and errors by family, with those of all runs under `all`."""
+    """The runs' cluster with fitted values, and the errors before and after the fit by family; `all` has all runs."""
 
     cluster: Cluster
     before: Mapping[str, Errors]
@@ -248,7 +248,7 @@ class Calibration:
 
 
 def calibrate(runs: Sequence[Measured]) -> Calibration:
-    """Fit the cluster of measured runs to them, starting at its own values.
+    """Fit the values of a cluster to runs measured on it; the fit starts at the cluster's own values.
 
     Raises:
         ConfigError: there are too few runs, a measured time is not positive, or the runs have several clusters.
@@ -270,12 +270,12 @@ def calibrate(runs: Sequence[Measured]) -> Calibration:
 
 
 def time_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
-    """By run, log(estimated / measured step time) on a cluster."""
+    """For each run, log(step time estimated with this cluster / measured step time)."""
     return _errors(runs, _machine(runs, cluster)) if runs else []
 
 
 def memory_errors(runs: Sequence[Measured], cluster: Cluster) -> list[float]:
-    """By run, error of the estimated memory as a share of the measured memory; nan: not measured."""
+    """For each run, the error of the estimated memory as a share of the measured memory; nan: not measured."""
     machine = _machine(runs, cluster) if runs else None
     errors = []
     for run in runs:
@@ -307,10 +307,10 @@ def _errors(runs: Sequence[Measured], machine: Machine) -> list[float]:
 
 
 def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
-    """The cluster with efficiencies that fit the times of its runs; for CPUs also with fitted rates."""
+    """The cluster with efficiencies that are fitted to the times of its runs; for CPUs also with fitted rates."""
     machine, is_cpu = _machine(runs, cluster), cluster.accelerator == "cpu"
     if is_cpu:
-        # Start from larger rates, with efficiencies as smaller shares.
+        # Make the rates larger and the efficiencies smaller; most products of the two stay the same.
         shares = dataclasses.asdict(machine.efficiencies)
         for name in ("eager_memory", "fused_memory", "link"):
             shares[name] = max(LIMITS[name][0], shares[name] / _WIDER)
@@ -342,7 +342,7 @@ def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
 
 
 def _with_memory(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
-    """The cluster with the allocator's excess of its runs; for CPUs also the memory of a process and messages."""
+    """The cluster with a fitted `allocator_excess`; on CPUs also with fitted `process_gb` and `message_excess`."""
     known = [(run.recipe, most_memory(run.recipe), run.memory_bytes) for run in runs if run.memory_bytes is not None]
     if not known:
         return cluster
@@ -383,7 +383,7 @@ def cluster_file(cluster: Cluster, comment: str) -> str:
     """Content of a file of the group `cluster`; the comment is a line that says how the values were found."""
 
     def rounded(value: Any) -> Any:
-        # More than six digits are not known.
+        # A measurement has no more than six exact digits.
         if isinstance(value, dict):
             return {name: rounded(inner) for name, inner in value.items()}
         return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -392,29 +392,29 @@ def cluster_file(cluster: Cluster, comment: str) -> str:
     return f"defaults: [schema, _self_]\n# {comment}\n{config_text(literal(values))}"
 
 
-# Errors beyond this one count by their size and not by their square (Huber 1964): a row that the model cannot explain
-# does not decide the fit. 5 % of the time.
+# Larger errors than 5 % count by their size and not by their square (Huber 1964): so a single run that the model cannot
+# explain does not decide the fit.
 _HUBER = 0.05
-# Weight of the distance from the start, which keeps a parameter that no row depends on at its start. One unit of a
-# parameter's coordinate (a factor of 2.7 for most) counts as an error of 2 % in one row.
+# Weight of a parameter's distance from its start value: a parameter that no run depends on stays there. A distance of 1
+# in a parameter's coordinate (about a factor of 2.7) counts as an error of 2 % in one run.
 _PRIOR = 0.02
-# The same for the factors of a sum.
+# The same weight for the factors of `fit_sum`.
 _HELD = 1e-3
 _ITERATIONS = 40
 _SMALL = 1e-4
-# Parameters whose limits are orders of magnitude apart: their coordinate is the logarithm.
+# Parameters whose limits are orders of magnitude apart: the fit uses the logarithm of the value as coordinate.
 _LOGARITHMIC = ("launch_seconds", "latency", *HOST)
-_FLOOR = 1e-8  # seconds; its logarithm exists
+_FLOOR = 1e-8  # least seconds: zero has no logarithm
 
 
 def fit(errors: Callable[[Efficiencies], Sequence[float]], start: Efficiencies, names: Sequence[str]) -> Efficiencies:
     """The efficiencies with the smallest errors, by least squares.
 
     Args:
-        errors: logarithm of estimated over measured, for each run.
-        start: first values, and those of all parameters that are not in `names`.
+        errors: gives log(estimated / measured) for each run.
+        start: start values of the parameters in `names`; the other parameters keep their values.
     """
-    # Imported here: it takes 0.2 s.
+    # Imported here: the import takes 0.2 s.
     from scipy.optimize import least_squares
 
     origin = np.array([_coordinate(name, getattr(start, name)) for name in names])
@@ -425,7 +425,7 @@ def fit(errors: Callable[[Efficiencies], Sequence[float]], start: Efficiencies, 
 
     def residuals(at: np.ndarray) -> np.ndarray:
         raw = np.asarray(errors(values(at)), dtype=float)
-        # Pseudo-Huber: the square of this grows as the error beyond _HUBER.
+        # Pseudo-Huber: above _HUBER the square of this value grows linearly with the error.
         robust = np.sign(raw) * _HUBER * np.sqrt(2 * (np.sqrt(1 + (raw / _HUBER) ** 2) - 1))
         return np.concatenate([robust, _PRIOR * (at - origin)])
 
@@ -435,21 +435,21 @@ def fit(errors: Callable[[Efficiencies], Sequence[float]], start: Efficiencies, 
 def fit_sum(
     terms: Sequence[Sequence[float]], measured: Sequence[float], start: Sequence[float] | None = None
 ) -> list[float]:
-    """Factors of a sum of terms, none negative, with the smallest sum of absolute relative errors.
+    """The factors, none negative, with which a sum of terms has the smallest sum of absolute relative errors.
 
-    By iteratively reweighted least squares.
+    The method is iteratively reweighted least squares.
 
     Args:
-        terms: values of each term, by row.
-        measured: positive, by row.
-        start: factors to keep if the rows do not determine them; None: zero.
+        terms: for each term, its value in each measurement.
+        measured: the positive result of each measurement.
+        start: a factor that the measurements do not determine keeps this value; None: zero.
     """
     from scipy.optimize import nnls
 
     y = np.asarray(measured, dtype=float)
     shares = np.asarray(terms, dtype=float).T / y[:, None]
     solution = np.zeros(len(terms)) if start is None else np.array(start, dtype=float)
-    # Terms have different units: scale each by its largest share. A term that is 0 in all rows keeps its factor.
+    # Terms have different units: scale each by its largest share. A term that is always 0 keeps its factor.
     scales = np.abs(shares).max(axis=0)
     used = scales > 0
     columns, origin = shares[:, used] / scales[used], solution[used] * scales[used]
@@ -463,7 +463,7 @@ def fit_sum(
 
 
 def _coordinate(name: str, value: float) -> float:
-    """Map a value inside its limits to an unlimited number; `_value` is the inverse."""
+    """The unlimited number (coordinate) that stands for a value inside its limits in a fit; `_value` is the inverse."""
     if name in _LOGARITHMIC:
         return math.log(max(value, _FLOOR))
     least, most = LIMITS[name]

@@ -1,4 +1,4 @@
-"""The account of one recipe: memory by rank, time by part, bytes of collectives, the pipeline's timeline.
+"""The full estimate for one recipe: memory by rank, time by part, bytes of collectives, the pipeline's timeline.
 
 `estimate_of` is the short form: hours, memory of a device, bytes of a checkpoint.
 """
@@ -36,13 +36,13 @@ MEMORY_ERROR = 0.40
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one run takes.
+    """The time, device memory and checkpoint size that a run is estimated to need.
 
     Attributes:
-        hours: of the run's steps, without start, validation and checkpoints.
-        reserved_bytes: of the device that needs the most memory.
-        limit_bytes: bytes of a device that runs may reserve; None: not known.
-        checkpoint_bytes: of one checkpoint, with parameters and optimizer state of all ranks.
+        hours: hours of the run's steps, without start, validation and checkpoints.
+        reserved_bytes: reserved memory of the device that needs the most.
+        limit_bytes: bytes of a device that a run may reserve; None: not known.
+        checkpoint_bytes: bytes of one checkpoint, with parameters and optimizer state of all ranks.
     """
 
     hours: float
@@ -91,13 +91,13 @@ def estimate_or_reason(recipe: Recipe) -> Estimate | str:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """The account of one recipe.
+    """The full estimate for one recipe.
 
     Attributes:
         ranks: memory of each rank of the pipeline.
-        time: of a step, with every action of a pipeline simulated.
-        traffic: communication of one rank in a step, before the optimizer; the rank is the first of every axis.
-        timeline: of the pipeline, in seconds; None: there is no pipeline.
+        time: time of a step; every action of a pipeline is simulated.
+        traffic: communication of the first rank of every axis in a step, before the optimizer.
+        timeline: simulated actions of the pipeline, in seconds; None: there is no pipeline.
     """
 
     recipe: Recipe
@@ -109,7 +109,7 @@ class Explanation:
 
 
 def explain(recipe: Recipe) -> Explanation:
-    """Account for a resolved recipe.
+    """The full estimate for a resolved recipe.
 
     Raises:
         ConfigError: the recipe breaks a rule, or nothing is known of its machine.
@@ -127,7 +127,7 @@ def explain(recipe: Recipe) -> Explanation:
 
 
 def timeline_of(recipe: Recipe, machine: Machine) -> Timeline | None:
-    """The simulated timeline of a recipe's pipeline, in seconds; None: it has none."""
+    """The simulated timeline of a recipe's pipeline, in seconds; None: the recipe has no pipeline."""
     ranks, times = recipe.layout.pipeline, model_time(recipe, machine)
     _, stages = rank_stages(times, recipe.schedule, recipe.parallelism.split, ranks)
     if stages is None:
@@ -137,7 +137,7 @@ def timeline_of(recipe: Recipe, machine: Machine) -> Timeline | None:
 
 
 def memory_rows(explanation: Explanation) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each item with its GB by rank; the last rows are the sums."""
+    """Headings, and a row for each item with its GB on each rank; then rows of the sums and of the fullest moment."""
     ranks = explanation.ranks
     headings = ["GB", *(f"rank {rank.rank}" for rank in ranks)] if len(ranks) > 1 else ["", "GB"]
     machine = explanation.machine
@@ -165,7 +165,7 @@ def traffic_rows(rows: Sequence[TrafficRow]) -> list[list[str]]:
 
 
 def explanation_values(explanation: Explanation) -> dict[str, Any]:
-    """The account as plain values; bytes and seconds."""
+    """The estimate as plain values, in bytes and seconds."""
     timeline, time = explanation.timeline, explanation.time
     return {
         "layout": explanation.recipe.layout.label,

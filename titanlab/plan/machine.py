@@ -21,7 +21,7 @@ KEY = "cluster.efficiencies"
 
 
 def _within(default: float, *, least: float = 0.01, most: float = 1.0) -> Any:
-    """A field of `Efficiencies` with its physical limits: no share is above 1."""
+    """A field of `Efficiencies` with its physical limits; by default it is a share, which is at most 1."""
     return field(default=default, metadata={"limits": (least, most)})
 
 
@@ -30,20 +30,20 @@ class Efficiencies:
     """Parameters of the time model.
 
     Attributes:
-        product: of matrix products, as a share of the rate that the device sustains.
-        attention: of attention, as a share of the measured rate of its kernel on the device.
+        product: rate of matrix products, as a share of the rate that the device sustains.
+        attention: rate of attention, as a share of the measured rate of its kernel on the device.
         eager_memory: share of the memory bandwidth that kernels of separate operations reach.
         fused_memory: the same for kernels that a compiler has made of several operations, and for the optimizer's.
         link: share of the bandwidth between devices of a node that collectives achieve.
-        network: the same between nodes.
-        overlap: κ, time of computation and communication that run together, as a multiple of the shorter of both,
-            κ·min(C, X) + |C − X|: they share memory bandwidth and multiprocessors.
+        network: share of the bandwidth between nodes that collectives achieve.
+        overlap: κ: computation C and communication X that run together take κ·min(C, X) + |C − X|, because both use
+            memory bandwidth and multiprocessors.
         stragglers: additional time for each doubling of the number of nodes, as a share of the step.
-        latency: fixed time of a collective and of the hops of its ring, as a multiple of the machine's.
+        latency: fixed time of a collective and of the hops of its ring, as a multiple of the machine's nominal times.
         launch_seconds: time between the end of a kernel and the full speed of the next one.
-        host_seconds: of the host, to start one kernel in eager mode.
-        hook_seconds: of the host, for one collective of FSDP2 or of tensor parallelism: its hooks, and the dispatch of
-            DTensor or of the autograd function around it.
+        host_seconds: host time to start one kernel in eager mode.
+        hook_seconds: host time for one collective of FSDP2 or of tensor parallelism: its hooks, and the dispatch of
+            DTensor or of the autograd function around the collective.
     """
 
     product: float = _within(0.9)
@@ -52,7 +52,7 @@ class Efficiencies:
     fused_memory: float = _within(0.8)
     link: float = _within(0.7)
     network: float = _within(0.7)
-    # From perfect overlap to no overlap.
+    # 1 is perfect overlap; 2 is no overlap.
     overlap: float = _within(1.15, least=1.0, most=2.0)
     stragglers: float = _within(0.005, least=0.0, most=0.2)
     latency: float = _within(1.0, most=1000.0)
@@ -74,12 +74,12 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 }
 
 
-# Seconds of the host.
+# The efficiencies that are seconds of the host.
 HOST = ("host_seconds", "hook_seconds")
 
 
 def changed(base: Efficiencies, values: Mapping[str, Any]) -> Efficiencies:
-    """Efficiencies with other values, by name.
+    """The efficiencies `base`, with `values` for the efficiencies of these names.
 
     Raises:
         ConfigError: a name is unknown, or a value is outside its limits.
@@ -107,41 +107,41 @@ def memory_error() -> float:
     return float(json.loads(FILE.read_text())["memory_error"])
 
 
-# Share of the peak that a product reaches, for devices without a measured rate: the share of an H200.
+# Share of the peak that products reach on a device without a measured rate; measured on an H200.
 _ATTAINABLE = 0.681
 _NOT_MEASURED = "no rate of {device} was measured: products are taken to reach {share:.0%} of its peak, as on an H200"
-# Directions of attention, as parts of the names of its rates: `cudnn backward`.
+# Passes of attention, as its rates' names have them: `cudnn backward`.
 FORWARD, BACKWARD = "forward", "backward"
-# Fixed time of a collective inside a node and between nodes, and of each hop of its ring: the first two are Calculon's
-# (systems/h100_80g_nvl8.json), the others those of NCCL's model of rings (tuning.cc, LL128 and Simple).
+# Seconds that a collective takes in addition to its bytes' time, inside a node and between nodes: fixed seconds, from
+# Calculon (systems/h100_80g_nvl8.json), and seconds of each hop of its ring, from NCCL (tuning.cc, LL128 and Simple).
 _LINK_SECONDS, _NETWORK_SECONDS = 10e-6, 20e-6
 _LINK_HOP, _NETWORK_HOP = 1.9e-6, 14e-6
-# Memory of a process with torch imported, in GB.
+# GB of memory of a process on a CPU that has imported torch.
 _CPU_PROCESS = 0.45
 _ROUGH = "no rates of these CPUs were measured, times are rough: titanlab plan --measure, or --calibrate SWEEP"
-# GB/s if the cluster does not say it: an adapter of 400 Gb/s for each device.
+# GB/s of a device's network if the cluster does not say it: an adapter of 400 Gb/s for each device.
 _NETWORK = 50.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Machine:
-    """One kind of device, and its connections; bytes and seconds. Equal only to itself, so that it can be a key.
+    """One kind of device and its connections, in bytes and seconds. Compared by identity, so that it can be a key.
 
     Attributes:
-        memory_bytes: of a device; infinite if not known.
-        peak_flops: dense peak by torch's name of a dtype.
-        product_flops: rate that matrix products sustain by dtype.
-        attention_flops: rate of attention by kernel and direction: `cudnn backward`.
+        memory_bytes: memory of a device; infinite if not known.
+        peak_flops: torch's name of a dtype → dense peak FLOP/s.
+        product_flops: dtype → FLOP/s that matrix products sustain.
+        attention_flops: kernel and direction, such as `cudnn backward` → FLOP/s of attention.
         capability: NVIDIA's compute capability, which decides the kernel of attention; None: not known.
         per_node: devices of a node, or of neighbouring nodes that share a link.
-        link_bytes_per_second: between devices of a node, one direction.
-        network_bytes_per_second: of one device's share of the network between nodes, one direction.
-        link_seconds, network_seconds: fixed time of a collective.
-        link_hop_seconds, network_hop_seconds: of each hop of its ring.
+        link_bytes_per_second: bandwidth between devices of a node, one direction.
+        network_bytes_per_second: bandwidth of one device's share of the network between nodes, one direction.
+        link_seconds, network_seconds: fixed time of a collective inside a node, and between nodes.
+        link_hop_seconds, network_hop_seconds: time of each hop of the collective's ring.
         efficiencies: shares of these rates that runs reach.
         allocator_excess: reserved bytes for each byte of tensors.
         message_excess: bytes that a process keeps for each byte that it exchanges in a microbatch.
-        process_bytes: memory of a process without tensors; counts if the device's memory is the host's.
+        process_bytes: memory of a process without tensors, for devices whose memory is the host's.
         notes: what the figures assume, a line each.
     """
 
@@ -166,16 +166,16 @@ class Machine:
     notes: tuple[str, ...] = ()
 
     def product_rate(self, dtype: str) -> float:
-        """Attainable FLOP/s of products; a device without the format multiplies in bfloat16, or in what it has."""
+        """FLOP/s that products sustain; a device without the format multiplies in bfloat16, or in a format it has."""
         rates = self.product_flops
         bfloat16 = rates.get("bfloat16") or min(rates.values())
-        # No tensor core multiplies in float32, so that a device without a figure has an A100's share.
+        # Tensor cores do not multiply in float32. Without a figure, take 1/16 of bfloat16, which is an A100's ratio.
         return rates.get(dtype) or (bfloat16 / 16 if dtype == "float32" else bfloat16)
 
     def flops_per_second(self, rate: str) -> float:
-        """What products of a dtype, or attention by a kernel in one direction, reach in a step.
+        """FLOP/s in a step, of products in a dtype, or of an attention kernel in one direction.
 
-        A kernel without a rate is as slow as the slowest.
+        A kernel without a rate counts as slow as the slowest kernel.
         """
         if rate.endswith((FORWARD, BACKWARD)):
             own = [value for name, value in self.attention_flops.items() if name.endswith(rate.rpartition(" ")[2])]
@@ -187,17 +187,17 @@ class Machine:
         return order(name, self.capability, dtype=dtype, head_dim=head_dim, seq_len=seq_len)[0]
 
     def reserved_bytes(self, allocated: float) -> int:
-        """Bytes that a process takes from its device for tensors of this many bytes, without bytes of messages."""
+        """Bytes of its device that a process takes for `allocated` bytes of tensors, without buffers of messages."""
         return round(allocated * self.allocator_excess + self.process_bytes)
 
     def collective_seconds(
         self, axis: AxisPlacement, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
     ) -> float:
-        """Time of collectives on one axis: fixed + hops · latency + bytes / (bandwidth × efficiency).
+        """Seconds of collectives on one axis: count · (fixed + hops) · latency + bytes / (bandwidth · efficiency).
 
         Args:
-            wire_bytes: bytes that a rank sends, over all collectives: bytes·(n−1)/n for a gather.
-            hops: of each collective; None: of a ring, one less than its ranks.
+            wire_bytes: bytes that a rank sends in all these collectives: bytes·(n−1)/n for a gather.
+            hops: hops of each collective; None: those of a ring, one less than its ranks.
         """
         if axis.ranks == 1 or count == 0:
             return 0.0
@@ -209,7 +209,7 @@ class Machine:
         return count * (fixed + latency) * self.efficiencies.latency + wire_bytes / self.bandwidth(axis)
 
     def tree_seconds(self, axis: AxisPlacement, size: float) -> float:
-        """Time of an all-reduce of few bytes, for which NCCL takes trees: up and down, through a chain in each node."""
+        """Seconds of a small all-reduce: NCCL sends it up and down a tree of nodes, with a chain inside each node."""
         if axis.ranks == 1:
             return 0.0
         fixed = self.network_seconds if axis.nodes > 1 else self.link_seconds
@@ -239,7 +239,7 @@ class AxisPlacement:
 
 @functools.lru_cache(maxsize=4096)
 def axis_of(layout: Layout, name: str, per_node: int) -> AxisPlacement:
-    """The ranks of an axis: inner axes are neighbours, so they fill nodes first.
+    """The placement of an axis's ranks on nodes. Ranks of inner axes are neighbours, so they fill nodes first.
 
     Args:
         name: an axis of the layout; `world`; `fsdp`, the axes over which FSDP2 shards; `expert`, the neighbouring ranks
@@ -269,7 +269,7 @@ def machine_of(recipe: Recipe) -> Machine:
         rule = "has no bandwidth of memory in the table of devices"
         raise ConfigError("cluster.device", cluster.device, rule, "try cluster=h100")
     peaks = {dtype: rate * 1e12 for dtype, rate in device.peak_tflops.items()}
-    # A device may have no figure in float8: it computes those products in bfloat16.
+    # A device may have no figure in float8: `Machine.product_rate` then takes bfloat16.
     products = {dtype: _ATTAINABLE * peak for dtype, peak in peaks.items()}
     products.update({dtype: rate * 1e12 for dtype, rate in device.product_tflops.items()})
     if cluster.peak_tflops is not None and not is_cpu:
@@ -308,7 +308,7 @@ def machine_of(recipe: Recipe) -> Machine:
         capability=capability,
         memory_bytes_per_second=bandwidth * 1e9,
         per_node=(cluster.per_node or 8) * (1 if is_cpu else cluster.linked_nodes),
-        # Devices without links between them use the network inside a node, too.
+        # Devices without links use the network also inside a node.
         link_bytes_per_second=(link or network) * 1e9,
         network_bytes_per_second=network * 1e9,
         **seconds,
@@ -321,7 +321,7 @@ def machine_of(recipe: Recipe) -> Machine:
 
 
 def _measured_attention(cluster: Cluster) -> dict[str, float]:
-    """FLOP/s by kernel and direction."""
+    """A cluster's measured FLOP/s of attention by kernel and direction, checked."""
     kernels = (*FUSED, FLASH3)
     known = {f"{kernel} {direction}" for kernel in kernels for direction in (FORWARD, BACKWARD)}
     for name, rate in cluster.attention_tflops.items():
@@ -335,10 +335,10 @@ def _measured_attention(cluster: Cluster) -> dict[str, float]:
 
 
 def _device_of(cluster: Cluster) -> hardware.Device:
-    """The device in the table; or a measured device, whose peak is the rate of its products; or a CPU.
+    """The cluster's device: from the table; or a measured device, whose peak is the rate of its products; or a CPU.
 
-    Missing values of a CPU are those of a fast core: 3 GHz with two fused multiply-adds of sixteen float32 numbers in a
-    cycle, 20 GB/s of memory, gloo over loopback with 4 GB/s and 100 µs for a collective.
+    A CPU that was not measured counts as a fast core: 3 GHz with two fused multiply-adds of sixteen float32 numbers in
+    a cycle, 20 GB/s of memory, and gloo over loopback with 4 GB/s.
     """
     measured = cluster.peak_tflops
     if cluster.accelerator == "cpu":

@@ -1,7 +1,7 @@
 """The memory that each rank of a pipeline needs, item by item, and the memory that it reserves on its device.
 
-The bytes of parameters, gradients and optimizer state are exact; the policies of checkpointing declare the bytes of
-saved activations. The rest is estimated from how FSDP2, autograd, the loss and the allocator work.
+The bytes of parameters, gradients and optimizer state are exact. The policies of checkpointing declare the bytes of
+saved activations. All other bytes are estimated from how FSDP2, autograd, the loss and the allocator work.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ ITEMS = (
     "logits and loss",
     "communication buffers",
 )
-# Blocks whose gradients exist in the precision of the reduction: the one that is being sent, and the one before.
+# Number of blocks whose gradients exist in the precision of the reduction: the block being reduced, and the one before.
 _REDUCED_BLOCKS = 2
 # Bytes of a number in float32.
 _FLOAT = 4
-# A limit on bytes of activations that no rank reaches: all kept activations count.
+# More bytes of activations than any rank keeps: as the limit of a moment, it lets all kept activations count.
 _ALL_KEPT = sys.maxsize
 
 
@@ -77,8 +77,8 @@ class RankMemory:
     """The memory of one rank of a pipeline at the moment of a step when it is largest.
 
     Attributes:
-        moment: `loss`, `backward` (its first block, when all activations exist), `end` (of the backward pass, when all
-            gradients exist) or `optimizer`.
+        moment: `loss`; `backward`: its first block, when all activations exist; `end`: the end of the backward pass,
+            when all gradients exist; or `optimizer`.
         items: bytes by name, in the order of `ITEMS`.
     """
 
@@ -109,13 +109,13 @@ def most_memory(recipe: Recipe) -> RankMemory:
 
 
 class RankActivations(NamedTuple):
-    """What a rank keeps of its microbatches.
+    """The activations that a rank keeps of its microbatches.
 
     Attributes:
         kept: the largest number of bytes of activations at one time.
-        pieces: of its stages.
-        blocks: of its stages.
-        alike: equal for ranks with pieces that are alike. A pipeline has few different ones.
+        pieces: names of the pieces of the rank's stages.
+        blocks: bytes of each block of the rank's stages.
+        alike: key that is equal for ranks whose pieces need the same memory. A pipeline has few different keys.
     """
 
     rank: int
@@ -126,7 +126,7 @@ class RankActivations(NamedTuple):
 
 
 def _largest(recipe: Recipe, ranks: Iterable[RankActivations]) -> Iterator[RankMemory]:
-    """The memory of each of the ranks at the moment when it is largest."""
+    """The memory of each rank at the moment when that rank's memory is largest."""
     known: dict[object, dict[str, dict[str, int]]] = {}
     for own in ranks:
         if own.alike not in known:
@@ -166,7 +166,7 @@ def _rank_activations(seen: Seen) -> tuple[RankActivations, ...]:
     blocks = [[kinds[kind_of[number]] if number >= idle else _IDLE for number in part.blocks] for part in parts]
     saved, deferred = [], []
     for number, (own, part) in enumerate(zip(blocks, parts, strict=True)):
-        # The output of a stage is kept until its gradient comes.
+        # A stage keeps its output until the output's gradient arrives.
         output = hidden if number < len(parts) - 1 else 0
         saved.append(output + sum([block.saved for block in own]) + sum([edges.get(piece, 0) for piece in part.edges]))
         deferred.append(len(own) * deferred_of[""] + sum([deferred_of.get(piece, 0) for piece in part.edges]))
@@ -191,15 +191,15 @@ def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[in
     """The largest number of bytes of activations that a rank keeps at one time.
 
     Args:
-        saved: bytes that each of its stages keeps of one microbatch.
-        deferred: bytes of these between the halves of a split backward.
+        saved: bytes that each stage of the rank keeps of one microbatch.
+        deferred: bytes that each stage still keeps between the two halves of a split backward.
     """
     ranks, microbatches = recipe.layout.pipeline, recipe.microbatches
     if ranks == 1:
         return saved[0]
     few = shorter(recipe.schedule, ranks, microbatches)
     moments = in_flight(recipe.schedule, ranks, few, rank)
-    # If a few more microbatches add no state, no number of them does: do not list the actions of all.
+    # If a few more microbatches add no state, even more add none: then the list of all actions is not needed.
     if moments != in_flight(recipe.schedule, ranks, min(microbatches, few + ranks), rank):
         moments = in_flight(recipe.schedule, ranks, microbatches, rank)
     most: int = max([sum(map(operator.mul, moment, (*saved, *deferred))) for moment in moments])
@@ -208,11 +208,11 @@ def _kept(recipe: Recipe, rank: int, saved: Sequence[int], deferred: Sequence[in
 
 @functools.lru_cache(maxsize=4096)
 def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: int) -> frozenset[tuple[int, ...]]:
-    """The different states of a rank in which it may keep most: after the last of consecutive forward passes, and after
-    each gradient of an input.
+    """The different states of a rank in which it may keep the most activations.
 
-    A state counts microbatches: for each stage of the rank, those between forward and gradient of the input; then, for
-    each stage, those between the two halves of a split backward.
+    These are the states after the last of consecutive forward passes, and after each gradient of an input. A state
+    counts microbatches: for each stage of the rank, those between their forward pass and the gradient of their input;
+    then, again for each stage, those between the two halves of a split backward.
     """
     own = [stage for stage, owner in enumerate(placement_of(schedule, ranks)) if owner == rank]
     places = {stage: place for place, stage in enumerate(own)}
@@ -236,7 +236,7 @@ def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: i
 
 
 def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]:
-    """The items at each moment of a step that may be the largest, with the most activations of that moment."""
+    """The items at each moment that may need the most memory; `activations` is the most that can exist then."""
     share, hidden, own, blocks = share_of(recipe), message_bytes(recipe), rank.pieces, rank.blocks
     layout, config, formats = recipe.layout, recipe.parallelism, recipe.precision.formats()
     fsdp = layout.data_parallelism(mixed=formats.mixed) == "fsdp2"
@@ -249,40 +249,40 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
     block = max((pieces[piece] for piece in own if is_in_block(piece)), default=NOTHING)
     accumulates = recipe.microbatches > 1 or layout.pipeline > 1
     stored = {"parameters": whole.parameters, "optimizer": whole.optimizer}
-    # Whole gradients stay between microbatches.
+    # FSDP2 keeps unsharded gradients between microbatches, because it reduces only after the last one.
     sums_whole = fsdp and accumulates and not recipe.reduces_each
     gathered, buffers, between, unreduced, reducing, kept = 0, 0, 0, 0, 0, 0
     # Without FSDP2 gradients are summed in place.
     gradients = whole.trained if accumulates and not sums_whole else 0
     if fsdp:
         reshards = config.frees_after_forward
-        # The blocks that stay gathered, one of which computes, and those that are gathered ahead.
+        # Gathered at once are the blocks that stay gathered (one of them computes) and the blocks gathered ahead.
         ahead = max(1, config.prefetch)
         at_once = (config.gathered_blocks + ahead) * block.gathered
         gathered = min(edges.gathered + at_once, whole.gathered) if reshards else whole.gathered
-        # FSDP2 gathers into a separate buffer for each gather, and copies the parameters out of it.
+        # Each gather of FSDP2 has a buffer of its own; FSDP2 then copies the parameters out of the buffer.
         buffers = min(ahead * block.gathered, whole.gathered) if reshards else 0
         if sums_whole:
             between = unreduced = whole.unreduced
         else:
             unreduced = edges.gradients
             if accumulates:
-                # The input of the last reduction is freed at the next one.
+                # FSDP2 frees the input of the last reduction only at the next reduction.
                 between = edges.unreduced
             if layout.pipeline > 1:
-                # Only blocks reduce in each backward.
+                # In a pipeline only blocks reduce in each backward pass; the other pieces keep unreduced gradients.
                 unreduced, between = edges.unreduced, edges.unreduced + block.unreduced
             if accumulates and layout.replicate > 1:
-                # Replicas are summed once per step; until then shards are in the precision of the reduction.
+                # Replicas sum gradients once per step. Until then the shards are in the precision of the reduction.
                 shards = gradients // formats.master_bytes * formats.reduce_bytes
                 gradients, between, unreduced = 0, between + shards, unreduced + shards
-        # FSDP2 reduces the unit of the pieces outside blocks last.
+        # FSDP2 reduces the pieces outside blocks last, as one unit.
         reducing = max(block.gradients + _REDUCED_BLOCKS * block.unreduced, block.unreduced + edges.unreduced)
     if fsdp and config.symmetric_memory:
         buffers = (1 + ahead) * block.gathered + edges.gathered
-        # Symmetric memory keeps its buffers, those of all gathers that run at once, in a pool that only it uses.
+        # Symmetric memory has a pool of its own, which keeps the buffers of all gathers that run at once.
         kept = buffers + max(block.unreduced, edges.unreduced)
-    # Messages of pipeline parallelism, and a gathered or unsummed residual stream of tensor parallelism.
+    # Buffers for messages of pipeline parallelism, and for tensor parallelism's gathered or unsummed residual stream.
     messages = 2 * hidden if layout.pipeline > 1 else 0
     if layout.tensor > 1 and config.sequence_parallel:
         messages += 2 * hidden * layout.tensor
@@ -307,7 +307,7 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
         "end": {
             **start,
             "activations": max((each.saved for each in blocks), default=0),
-            # Gradients of a unit are freed when they are reduced: each exists only once.
+            # A unit's unreduced gradients are freed when they are reduced: no gradient exists twice.
             "gradients": gradients if fsdp and accumulates else whole.trained,
             "unreduced gradients": unreduced + reducing,
             "backward of a block": backward,
@@ -322,12 +322,12 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
 
 
 def _loss(recipe: Recipe, share: Share, pieces: Sequence[str]) -> int:
-    """Largest sum of bytes of logits, log-probabilities and their gradients in one microbatch.
+    """Largest number of bytes of logits, log-probabilities and their gradients at one time, in one microbatch.
 
-    In eager mode: in the forward pass the logits, their copy in float32 and log-probabilities; in the backward pass
-    log-probabilities, their gradient, and the gradient of the copy. A compiled loss keeps the logits and writes their
-    gradient. Logits that are split over the vocabulary: an upper bound, for log-probabilities, their gradient, and its
-    copy in the logits' precision; `titanlab.parallelism.loss.SplitLoss` keeps only the logits and their gradient.
+    In eager mode the forward pass has the logits, their float32 copy and the log-probabilities. The backward pass has
+    the log-probabilities, their gradient and the copy's gradient. A compiled loss has the logits and their gradient.
+    For logits that are split over the vocabulary the result is an upper bound: it counts log-probabilities, but
+    `titanlab.parallelism.loss.SplitLoss` keeps only the logits and their gradient.
     """
     account = model_facts(recipe.model).account
     last = (account.pieces or ("",))[-1]
@@ -349,7 +349,7 @@ def _loss(recipe: Recipe, share: Share, pieces: Sequence[str]) -> int:
         )
     splits = share.tensor if recipe.parallelism.loss_parallel else 1
     logits = tokens * -(-columns // splits)
-    # Whole logits exist twice: as ranks gather them, by rank, and in the order of the vocabulary.
+    # Gathered logits exist twice: in the order of the ranks, and copied into the order of the vocabulary.
     gathered = logits * width if share.tensor > splits else 0
     copy = _FLOAT if width != _FLOAT else 0
     if splits > 1:
@@ -362,13 +362,13 @@ class PieceBytes(NamedTuple):
     """Bytes of one rank for one or several pieces of the model.
 
     Attributes:
-        parameters: stored; a shard is padded as FSDP2 pads it.
+        parameters: stored parameters; a shard is padded as FSDP2 pads it.
         optimizer: state of the optimizer.
-        trained: of the stored parameters, those that are not frozen.
+        trained: stored parameters that are not frozen.
         gathered: all parameters of the piece, in the precision in which they compute.
-        gradients: of all trained parameters of the piece, in that precision.
-        unreduced: the same gradients in the precision in which they are summed.
-        update_flops: of the optimizer's products.
+        gradients: gradients of all trained parameters of the piece, in the compute precision.
+        unreduced: the same gradients in the precision in which ranks sum them.
+        update_flops: FLOPs (not bytes) of the optimizer's matrix products.
     """
 
     parameters: int
@@ -435,9 +435,9 @@ def stored_pieces(
 
 @functools.lru_cache(maxsize=256)
 def _parameters(model: ModelConfig, freeze: tuple[str, ...]) -> tuple[Mapping[str, Sequence[str]], Mapping[str, str]]:
-    """By piece, the names of its parameters, and the first piece with the same: names, shapes, and which are frozen.
+    """For each piece, the names of its parameters; and for each piece, the first piece with equal parameters.
 
-    A model that cannot be cut is one piece without a name.
+    Equal are names within the piece, shapes, and which are frozen. A model that cannot be cut is one piece, named "".
     """
     account = with_frozen(model_facts(model).account, freeze)
     names: dict[str, list[str]] = {piece: [] for piece in account.pieces or ("",)}
@@ -450,13 +450,13 @@ def _parameters(model: ModelConfig, freeze: tuple[str, ...]) -> tuple[Mapping[st
     alike = {}
     for piece, own in names.items():
         kind = tuple((name.removeprefix(f"{piece}."), account.parameters[name], name in account.frozen) for name in own)
-        # Pieces outside blocks may differ in more than their parameters.
+        # Only blocks count as equal: pieces outside blocks may differ in more than their parameters.
         alike[piece] = first.setdefault(kind, piece) if is_in_block(piece) else piece
     return names, alike
 
 
 def reserved_bytes(recipe: Recipe, machine: Machine, memory: RankMemory) -> int:
-    """Bytes that a rank of a resolved recipe takes from its device, with buffers of messages that its process keeps."""
+    """Bytes that a rank of a resolved recipe takes from its device, with the message buffers that its process keeps."""
     messages = exchanged_bytes(recipe, memory.rank) if machine.message_excess else 0.0
     return machine.reserved_bytes(memory.allocated) + round(machine.message_excess * messages)
 
@@ -464,7 +464,7 @@ def reserved_bytes(recipe: Recipe, machine: Machine, memory: RankMemory) -> int:
 def exchanged_bytes(recipe: Recipe, pipeline: int) -> float:
     """Bytes of the tensors that a rank sends or receives for one microbatch.
 
-    The heap of a process keeps the tensors' buffers, because they are freed in another order than allocated.
+    A process keeps memory for these buffers in its heap, because it frees them in another order than it allocates.
     """
     if recipe.layout.world == 1:
         return 0.0
@@ -472,13 +472,13 @@ def exchanged_bytes(recipe: Recipe, pipeline: int) -> float:
     return sum(row.bytes for row in rows) / recipe.microbatches
 
 
-# Gradients of a block's activations that exist together, in units of its largest tensor: for a product of two tensors,
-# the gradients of the result and of both factors.
+# Gradients of activations that exist at one time in a block's backward, in units of the block's largest tensor. For
+# example, a product of two tensors has the gradients of the result and of both factors.
 _LARGEST_TOGETHER = 3
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a block: kept between forward and backward, and recomputed before its backward begins."""
+    """Bytes of a block's activations: `saved` until its backward; computed `again` just before its backward."""
 
     saved: int
     again: int
@@ -491,13 +491,13 @@ _IDLE = BlockBytes(0, 0)
 def block_bytes(
     ac: ACConfig, model: ModelConfig, share: Share, microbatch: int, seq_len: int, *, compiled: bool = False
 ) -> tuple[tuple[BlockBytes, ...], tuple[int, ...]]:
-    """The different blocks, and for each block its index in them."""
+    """The bytes of each kind of block, and for each block the index of its kind."""
     block = (_compiled_operations if compiled else block_operations)(model, microbatch, seq_len)
     first, kind_of = treatments(ac, model_facts(model).account.layers)
     kinds = []
     for number in first:
         saved = ac.saved_bytes(block, share, number=number)
-        # Without checkpointing autograd keeps all of these.
+        # Recomputation brings back what autograd keeps without checkpointing.
         again = max(0, share.bytes_of(kept_activations(block)) - saved) if ac.recomputed(block, number=number) else 0
         kinds.append(BlockBytes(saved, again))
     return tuple(kinds), kind_of
@@ -511,8 +511,8 @@ def _compiled_operations(model: ModelConfig, microbatch: int, seq_len: int) -> t
 def as_compiled(block: Sequence[Operation]) -> list[Operation]:
     """A block's operations with only the tensors that compiled code keeps for the backward pass.
 
-    The compiler knows that no backward needs the last product. It computes results of pointwise operations again from
-    their inputs, inside the kernels of the backward pass, if no product or attention needs them whole.
+    The compiler knows that the backward pass does not need the result of the last product. It computes the results of
+    pointwise operations again, inside kernels of the backward pass, if no product or attention needs such a result.
     """
     last = max(place for place, operation in enumerate(block) if operation.kind == "matmul")
     cheap = {
@@ -560,10 +560,10 @@ def edge_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) 
 
 @functools.lru_cache(maxsize=4096)
 def deferred_bytes(model: ModelConfig, share: Share, microbatch: int, seq_len: int) -> dict[str, int]:
-    """Bytes between the two halves of a split backward, by name of an edge; a block has an empty name.
+    """Bytes kept between the two halves of a split backward, by name of a piece outside blocks; "" names a block.
 
-    The gradients of weights need the inputs of linear layers, and the gradients of their outputs; the rest is freed
-    (`titanlab.parallelism.pipeline_weights`). So the bytes do not depend on checkpointing.
+    The gradients of weights need the inputs of linear layers and the gradients of their outputs. Everything else is
+    freed (`titanlab.parallelism.pipeline_weights`), so the bytes do not depend on checkpointing.
     """
 
     def factors(operations: Iterable[Operation]) -> Iterator[Activation]:

@@ -1,4 +1,4 @@
-"""The stages of a pipeline in seconds, and its step: simulated, estimated from a shorter simulation, or bounded."""
+"""The times of a pipeline's stages and of its step: simulated, estimated from a shorter simulation, or bounded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from titanlab.techniques.schedule.contract import PipelineSchedule
 
 # Times of stages are rounded to this share of their mean, so that recipes with similar stages share a simulation.
 _ROUNDING = 0.005
-# Microbatches of a shorter simulation, per rank: enough to reach the steady state.
+# A shorter simulation has this many microbatches per rank, which is enough to reach the steady state.
 _ROUNDS = 2
-# A transfer time so small that it only counts the transfers on the longest path; in units of a stage's mean time.
+# A small transfer time, in mean stage times. A simulation with it lengthens the step by as many transfers as the step
+# waits for.
 _SMALL = 1e-4
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
@@ -30,19 +31,19 @@ class StageTime(NamedTuple):
 
 
 class PipelineTime(NamedTuple):
-    """Seconds of a step, and the part of them that sending adds."""
+    """Seconds of all microbatches of a step, and how many of these seconds sending adds."""
 
     seconds: float
     sending: float
 
 
 class Stages:
-    """The stages of a pipeline, and sums over them.
+    """The times of a pipeline's stages, and sums over the stages.
 
     Attributes:
-        busy, busiest: time of the busiest rank for one microbatch, and its number.
-        mean: time of a stage for one microbatch.
-        rounded: times by stage in units of `_ROUNDING` · mean.
+        busy, busiest: time of the busiest rank for one microbatch, and that rank's number.
+        mean: mean time of a stage for one microbatch.
+        rounded: times of each stage, in units of `_ROUNDING` · mean.
     """
 
     def __init__(self, stages: Sequence[StageTime], placement: Sequence[int]) -> None:
@@ -63,9 +64,9 @@ class RankTime(NamedTuple):
 
     Attributes:
         blocks: number of blocks.
-        edges: the other pieces.
-        own: of the blocks alone.
-        whole: of all pieces.
+        edges: names of the other pieces.
+        own: sums over the blocks alone.
+        whole: sums over all pieces.
     """
 
     blocks: int
@@ -77,7 +78,7 @@ class RankTime(NamedTuple):
 def rank_stages(
     times: ModelTime, schedule: PipelineSchedule, split: tuple[Any, ...] | None, ranks: int
 ) -> tuple[RankTime, Stages | None]:
-    """The stages of the rank that computes longest; and all stages, None without a pipeline."""
+    """Sums over the stages of the rank that computes longest; and all stages (None without a pipeline)."""
     if ranks == 1:
         return _stage(times, times.kind_of, tuple(times.edges)), None
     stages = stages_of(times.model, schedule, split, ranks, times.seq_len)
@@ -89,7 +90,7 @@ def _placed_stages(
     times: ModelTime, placement: tuple[int, ...], pieces: tuple[tuple[str, ...], ...]
 ) -> tuple[RankTime, Stages]:
     kinds = _stage_kinds(pieces, times.kind_of)
-    # Most stages are alike.
+    # Most stages are alike: compute the times of each kind of stage once.
     known = {kind: _stage(times, *kind) for kind in set(kinds)}
     seconds = {kind: _seconds(stage.whole) for kind, stage in known.items()}
     pipeline = Stages([seconds[kind] for kind in kinds], placement)
@@ -107,7 +108,7 @@ def _placed_stages(
 def _stage_kinds(
     pieces: tuple[tuple[str, ...], ...], kind_of: tuple[int, ...]
 ) -> tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]:
-    """For each stage the kinds of its blocks, sorted because their order changes no sum; and its other pieces."""
+    """For each stage, the kinds of its blocks (sorted: their order changes no sum), and its other pieces."""
     return tuple((tuple(sorted(map(kind_of.__getitem__, own.blocks))), own.edges) for own in map(parts_of, pieces))
 
 
@@ -121,15 +122,15 @@ def _stage(times: ModelTime, kind_of: tuple[int, ...], edges: tuple[str, ...]) -
     return RankTime(len(kind_of), edges, total(times, kind_of, ()), total(times, kind_of, edges))
 
 
-# The time of all microbatches, from the schedule, its stages, the numbers of ranks and microbatches, and the seconds
-# that sending a tensor to another rank takes.
+# A function that gives the time of all microbatches. Its arguments: the schedule, the stages, the number of ranks, the
+# number of microbatches, and the seconds to send a tensor to another rank.
 PipelineEstimate = Callable[[PipelineSchedule, Stages, int, int, float], PipelineTime]
 
 
 def simulated_time(
     schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
-    """Simulate every action with the times of its stage."""
+    """The time of a pipeline, with every action simulated."""
     orders = schedule.actions(ranks=ranks, microbatches=microbatches)
     durations = durations_of(stages.stages)
     whole = simulate(orders, stages.placement, durations, transfer=transfer).duration
@@ -140,14 +141,14 @@ def simulated_time(
 def pipeline_time(
     schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
-    """Simulate few microbatches, once for all recipes with similar stages; extrapolate to all microbatches."""
+    """The time of a pipeline, extrapolated from few simulated microbatches; similar recipes share the simulation."""
     few = shorter(schedule, ranks, microbatches)
     bubble, hops = _short(schedule, ranks, few, stages.rounded)
     if microbatches > few:
-        # In the steady state each round adds the same idle time: take it from one more simulated round.
+        # In the steady state each round adds the same idle time: one more simulated round tells how much.
         more, _ = _short(schedule, ranks, few + ranks, stages.rounded)
         bubble += (more - bubble) * (microbatches - few) / ranks
-        # Idle time that shrinks with every round cannot shrink below this.
+        # If every round lowers the idle time, the extrapolation could go below this bound.
         bubble = max(bubble, least_idle(schedule, stages.placement, stages.rounded, microbatches))
     seconds = bubble * _ROUNDING * stages.mean + stages.busy * microbatches + hops * transfer
     return PipelineTime(seconds, hops * transfer)
@@ -156,13 +157,13 @@ def pipeline_time(
 def least_time(
     schedule: PipelineSchedule, stages: Stages, ranks: int, microbatches: int, transfer: float
 ) -> PipelineTime:
-    """A lower bound of `pipeline_time`, without a simulation: messages take no time."""
+    """A lower bound of `pipeline_time` without a simulation; in it, messages take no time."""
     idle = least_idle(schedule, stages.placement, stages.rounded, microbatches)
     return PipelineTime(idle * _ROUNDING * stages.mean + stages.busy * microbatches, 0.0)
 
 
 def shorter(schedule: PipelineSchedule, ranks: int, microbatches: int) -> int:
-    """Number of microbatches of a shorter simulation, with the recipe's remainder after division into rounds."""
+    """Number of microbatches of a shorter simulation; its remainder modulo `ranks` is that of all microbatches."""
     if schedule.fixed_size() is not None:
         return microbatches
     # Schedules with nearly equal rounds need one more round to reach the steady state.
@@ -198,7 +199,7 @@ def _short(
     times = [durations[kind][stage] for stage in range(len(stages)) for kind in _KINDS]
 
     def duration(transfer: float) -> float:
-        # The same end of the last action as in `techniques.schedule.action.simulate`, but the order is found once.
+        # As `techniques.schedule.action.simulate`, but the order of the actions was found once, by `_program`.
         free = [0.0] * ranks
         ends: list[float] = []
         for rank, place, need in program:
@@ -231,12 +232,12 @@ def durations_of(stages: Sequence[StageTime]) -> dict[Kind, list[float]]:
 def least_idle(
     schedule: PipelineSchedule, placement: tuple[int, ...], stages: tuple[StageTime, ...], microbatches: int
 ) -> float:
-    """A lower bound of a pipeline's time beyond its busiest rank's computation, if messages take no time.
+    """A lower bound of a pipeline's time minus its busiest rank's computation, if messages take no time.
 
-    Every rank waits twice. At the beginning, the first microbatch has to pass the stages before its own, and all stages
-    before its first gradient arrives; until then the rank can only run forward passes, for as many microbatches as it
-    keeps. At the end, after its last gradient of an input, that microbatch has to pass the stages before its own; the
-    rank can then only compute gradients of weights, for as many microbatches as it keeps.
+    Every rank waits twice. At the beginning, the first microbatch must pass the stages before the rank's own. Later it
+    must pass all stages before the rank gets a gradient; until then the rank can only run forward passes, for as many
+    microbatches as it keeps. At the end, the last gradient must pass the stages before the rank's own; meanwhile the
+    rank can only compute gradients of weights, for as many microbatches as it keeps.
 
     Args:
         stages: times of each stage, in any unit.
@@ -245,7 +246,7 @@ def least_idle(
     splits = splits_backward(schedule, ranks, microbatches)
     kept = schedule.peak_in_flight(ranks=ranks, microbatches=microbatches)
     backward = [stage.inputs if splits else stage.inputs + stage.weights for stage in stages]
-    # Sums over the stages before each one, and over those after it.
+    # For each stage, the sum over the stages before it.
     forward_before = [0.0, *accumulate(stage.forward for stage in stages)]
     backward_before = [0.0, *accumulate(backward)]
     own: dict[int, list[int]] = {}

@@ -1,9 +1,9 @@
-"""The fastest recipes of a space among those that fit into memory, without estimating all of them.
+"""Finds the fastest recipes of a space that fit into memory, without estimating all of them.
 
-A best-first search: every group of recipes has a lower bound of its recipes' times. The group with the smallest bound
-is refined: from a bound of the computation, to one with communication inside blocks, to single recipes without the idle
-time that only a simulation gives, to estimates. The first estimate that comes out belongs to the fastest recipe.
-`least_memory` leaves recipes out before their time is computed.
+It is a best-first search: every group of recipes has a lower bound of its recipes' times, and the group with the
+smallest bound is refined. The first bound is of the computation; the next ones add communication inside blocks; then
+come bounds of single recipes, without simulation; then estimates. The first estimate that leaves the queue is that of
+the fastest recipe. `least_memory` leaves recipes out before their time is computed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from titanlab.techniques.schedule.contract import PipelineSchedule
 
 
 class RecipeGroup(NamedTuple):
-    """Recipes that differ in their schedule, and in how data-parallel processes replicate or shard."""
+    """A group of recipes that differ only in their schedule and in how data-parallel processes replicate or shard."""
 
     layouts: tuple[Layout, ...]
     microbatch: int
@@ -53,14 +53,13 @@ class RecipeGroup(NamedTuple):
 
 
 def least_memory(recipe: Recipe, schedules: Sequence[Choice], *, reduces_each: bool = False) -> float:
-    """A lower bound of the bytes of the rank with most memory, for all recipes of a group.
+    """A lower bound of the bytes of the rank that needs most memory, for all recipes of a group.
 
-    Parameters are sharded over all processes that read other sequences, and ranks of a pipeline have equal parts of the
-    model.
+    The bound assumes that all data-parallel processes shard parameters, and that a pipeline's ranks have equal parts.
 
     Args:
-        recipe: one of the group.
-        schedules: of the pipeline; the schedule that keeps the fewest microbatches counts.
+        recipe: any recipe of the group.
+        schedules: the pipeline's; the bound takes the schedule that keeps the fewest microbatches.
         reduces_each: gradients may be reduced after each microbatch.
     """
     layout, model, formats, parallelism = recipe.layout, recipe.model, recipe.precision.formats(), recipe.parallelism
@@ -90,10 +89,10 @@ def _stored(*key: Any) -> PieceBytes:
 
 @functools.lru_cache(maxsize=16384)
 def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches: int) -> tuple[float, float]:
-    """Microbatches that the fullest rank keeps, if stages are equal, in the schedule that keeps the fewest.
+    """The fewest microbatches that a schedule keeps on its fullest rank, if stages are equal.
 
-    The first number is for schedules with whole backward passes, the second for those that split them; infinite without
-    such a schedule.
+    The first number is for schedules that do not split the backward pass, the second for schedules that do. A number is
+    infinite if there is no such schedule.
     """
     fewest = {False: math.inf, True: math.inf}
     for schedule in schedules:
@@ -102,25 +101,25 @@ def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches
     return fewest[False], fewest[True]
 
 
-# Unequal stages may have a smaller bubble than equal ones: a group's bound has only this share of equal stages' bubble.
+# Unequal stages may have a smaller bubble than equal stages: a bound contains only this share of the equal bubble.
 _BUBBLE_SHARE = 0.8
 
 
-# Recipes whose times differ by less than this share are alike: the planner's median error is larger
+# Recipes whose times differ by less than this share count as equally fast: the planner's median error is larger
 # (docs/planner-accuracy.md).
 NEAR = 0.03
-# Number of recipes, after those of the answer, that are searched for one with fewer axes.
+# How many recipes after those of the answer are searched for a recipe with fewer axes.
 _LOOKED = 100
 
 
 def axes_of(layout: Layout) -> int:
-    """Number of axes along which a layout is parallel; experts count as one."""
+    """Number of axes with a degree above 1; expert parallelism counts as an axis."""
     return sum(degree > 1 for degree in (*layout.degrees().values(), layout.expert))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """One recipe with its estimates: the time of a step, and memory of the rank that needs most, which it reserves."""
+    """One recipe with its estimates: the time of a step; and the memory and reserved bytes of its fullest rank."""
 
     point: SpacePoint
     recipe: Recipe
@@ -134,10 +133,10 @@ class RecipeRanking:
     """The recipes of a space in the order of their speed.
 
     Attributes:
-        listed: number of recipes in the space; after `best`.
-        too_large: number of recipes that do not fit, of those that were looked at.
-        least: the smallest memory of recipes that do not fit, with its recipe.
-        refused: number of recipes by the rule that they break, of those that were looked at.
+        listed: number of recipes in the space, once `best` has run.
+        too_large: number of recipes that do not fit, among those that were looked at.
+        least: the smallest memory of a recipe that does not fit, with that recipe.
+        refused: rule → number of recipes that break it, among those that were looked at.
     """
 
     space: LayoutSpace
@@ -150,8 +149,8 @@ class RecipeRanking:
     _known_passes: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict, repr=False)
 
     def best(self, count: int) -> list[Ranked]:
-        """The fastest recipes in order, except the first: of all recipes within `NEAR` of the fastest, which estimates
-        cannot distinguish, it is the one with the fewest axes.
+        """The fastest recipes, in order of speed after the first. The first is the recipe with the fewest axes of all
+        within `NEAR` of the fastest, because estimates cannot tell which of them is faster.
         """
         found: list[Ranked] = []
         for ranked in itertools.islice(self._in_order(), count + _LOOKED):
@@ -166,7 +165,7 @@ class RecipeRanking:
         return [first, *(ranked for ranked in found if ranked is not first)][:count]
 
     def estimate(self, point: SpacePoint) -> Ranked | None:
-        """The estimates of one recipe; None: it does not fit."""
+        """The estimates of one recipe; None: the recipe does not fit."""
         recipe = self.space.recipe_of(point)
         memory = most_memory(recipe)
         reserved = reserved_bytes(recipe, self.machine, memory)
@@ -181,7 +180,7 @@ class RecipeRanking:
         return Ranked(point=point, recipe=recipe, time=time, memory=memory, reserved=reserved)
 
     def _may_reduce_each(self, recipe: Recipe) -> bool:
-        """Whether the planner may reduce a recipe's gradients after each microbatch: as `auto`, in no pipeline."""
+        """Whether the planner may choose to reduce gradients after each microbatch: with `auto`, without a pipeline."""
         is_open = self.space.recipe.parallelism.reduce_gradients == "auto"
         return is_open and recipe.microbatches > 1 and recipe.layout.pipeline == 1
 
@@ -212,7 +211,7 @@ class RecipeRanking:
             self.least = (needed, recipe)
 
     def _families(self) -> Iterator[tuple[float, list[RecipeGroup]]]:
-        """Groups with the same computation, and its bound: blocks without parallelism, divided by all processes."""
+        """Lists of groups with the same computation; the bound is its time on one process, divided by all processes."""
         space, by_degrees = self.space, dict[tuple[int, ...], list[Layout]]()
         for layout in space.layouts():
             by_degrees.setdefault((layout.pipeline, layout.context, layout.tensor, layout.expert), []).append(layout)
@@ -231,7 +230,7 @@ class RecipeRanking:
             yield count * sum(self._passes(groups[0], alone)) / space.world, groups
 
     def _fits(self, group: RecipeGroup, schedules: Sequence[Choice]) -> bool:
-        """Whether the smallest possible memory fits; if not, counts and leaves out the recipes."""
+        """Whether some recipe of a group may fit into memory; if none may, count all of them as too large."""
         recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
         each = recipe.reduces_each or self._may_reduce_each(recipe)
         needed = self.machine.reserved_bytes(least_memory(recipe, schedules, reduces_each=each))
@@ -240,7 +239,7 @@ class RecipeRanking:
         return needed <= self.limit
 
     def _passes(self, group: RecipeGroup, layout: Layout) -> tuple[float, float]:
-        """Seconds of a microbatch through all pieces, forward and backward, on the processes of a layout."""
+        """Seconds of one microbatch through all pieces on a layout: of the forward pass, and of the backward pass."""
         choices = (id(choice.value) for choice in (group.ac, group.precision, group.compile))
         key = (layout.context, layout.tensor, layout.expert, group.microbatch, *choices)
         if key not in self._known_passes:
@@ -254,7 +253,7 @@ class RecipeRanking:
         return 1 + self.machine.efficiencies.stragglers * math.log2(nodes)
 
     def _refine_family(self, groups: Sequence[RecipeGroup]) -> Iterator[tuple[float, Any]]:
-        """The groups, with bounds of the time without a bubble."""
+        """The groups of a family, with bounds of the time without a bubble."""
         batch = self.space.recipe.training.global_batch
         for group in groups:
             layout = group.layouts[0]
@@ -262,7 +261,7 @@ class RecipeRanking:
             yield passes / layout.pipeline * self._stragglers(layout), (self._refine_group, group)
 
     def _refine_group(self, group: RecipeGroup) -> Iterator[tuple[float, Any]]:
-        """The schedules of a group, with bounds of the pipeline's time."""
+        """The group with each schedule, with bounds of the pipeline's time."""
         layout = group.layouts[0]
         count = self.space.recipe.training.global_batch // layout.data // group.microbatch
         schedules = self.space.schedules(layout, count)
@@ -271,7 +270,7 @@ class RecipeRanking:
         ahead, back = self._passes(group, layout)
         for schedule in schedules:
             passes = ahead if splits_backward(schedule.value, layout.pipeline, count) else ahead + back
-            # Share of the stages that a microbatch passes before it reaches the last rank for the first time.
+            # Share of the stages that a microbatch passes before it has reached each rank.
             placement = placement_of(schedule.value, layout.pipeline)
             before = max(map(placement.index, set(placement))) / len(placement)
             bound = count * (ahead + back) / layout.pipeline + _BUBBLE_SHARE * passes * before

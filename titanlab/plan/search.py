@@ -1,4 +1,4 @@
-"""The plan of a world, as text and as values: the fastest recipes that fit, or why none fits, and what would."""
+"""Plans for a number of processes, as text and values: the fastest recipes that fit; or why none fits, and advice."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from titanlab.ranges import declared_fields
 from titanlab.recipe import Recipe, check_addressable, check_data, check_processes, resolve
 from titanlab.system import counted, grouped, significant
 
-# Share of a device's memory that recipes leave free: for CUDA and NCCL, and for the error of the estimate. Datasheets
-# count memory in units of 1e9 bytes, 7 % less than a driver reports, so the real margin is larger.
+# Share of a device's memory that recipes leave free, for CUDA and NCCL and for the error of the estimate. The real
+# margin is larger: the planner takes a datasheet's GB as 1e9 bytes, 7 % less than a driver reports.
 MARGIN = round(0.02 + memory_error(), 2)
 MOST = 1000
-# Worlds and batches to try if no recipe fits.
+# Multiples of the world to try if no recipe fits.
 _LARGER_WORLDS = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer to a request.
+    """The planner's answer for one recipe and world.
 
     Attributes:
-        base: the recipe of the request, resolved for its world.
-        ranking: the machine, the limit of its memory, and how many recipes were listed and left out.
-        advice: what would work, if `best` is empty.
+        base: the given recipe, resolved for its world.
+        ranking: has the machine, the limit of its memory, and how many recipes were listed and left out.
+        advice: if `best` is empty, lines that say what would work.
     """
 
     base: Recipe
@@ -48,13 +48,13 @@ class Plan:
 
 
 def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
-    """The recipe, resolved without this host.
+    """The recipe, resolved for its cluster and not for this host, unless its jobs run here.
 
     Args:
-        stands: keep the recipe's degrees; otherwise only their product matters, and all processes shard.
+        stands: keep the recipe's degrees; otherwise only their product counts, and becomes `shard`.
 
     Raises:
-        ConfigError: the cluster does not name its device, or the accelerator of other hosts; or the world is below 1.
+        ConfigError: the cluster does not name its device, or other hosts' accelerator; or the world is below 1.
     """
     known = "name one, such as cluster=h100 or cluster=cpu"
     if recipe.cluster.accelerator == "auto":
@@ -70,7 +70,7 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
     if cluster.accelerator == "cuda" and cluster.device in (None, "cpu"):
         rule, cure = "names no GPU, and a plan is for machines whose facts are known", "name one, such as cluster=h100"
         if cluster.device == "cpu":
-            # The recipe sets cluster.accelerator=cuda after cluster=cpu was chosen.
+            # The user chose cluster=cpu, and then set cluster.accelerator=cuda.
             rule = "is not a GPU, and cluster.accelerator=cuda"
             cure = "try cluster=h100, or add cluster.accelerator=cpu"
         raise ConfigError("cluster.device", cluster.device, rule, cure)
@@ -85,13 +85,13 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         own = dataclasses.replace(recipe.parallelism.with_degrees(degrees), expert=1)
         recipe = dataclasses.replace(recipe, world=world, parallelism=own)
     resolved = resolve(recipe, world=None, accelerator="cpu", device="cpu")
-    # Each layout of the search sets its own loss_chunk.
+    # Undo what `resolve` computed: each layout of the search has its own loss_chunk.
     training = dataclasses.replace(resolved.training, loss_chunk=recipe.training.loss_chunk)
     return dataclasses.replace(resolved, training=training)
 
 
 def plan(recipe: Recipe, *, vary: Vary = (), top: int = 20) -> Plan:
-    """Plan the world of a recipe.
+    """Find the fastest recipes for a recipe's number of processes.
 
     Raises:
         ConfigError: a value of the request is wrong, or its devices cannot compute in its precision.
@@ -109,7 +109,7 @@ def plan(recipe: Recipe, *, vary: Vary = (), top: int = 20) -> Plan:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Pause Python's garbage collector (a tenth of the time): a search makes many small objects, but no cycles."""
+    """Pause Python's garbage collector, which takes a tenth of a search: a search makes many objects, but no cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -125,21 +125,21 @@ def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Vary) -> Reci
 
 
 def beyond_node(recipe: Recipe, per_node: int) -> str:
-    """A line about a resolved recipe that leaves its nodes of this many processes, with the planner's choice instead.
+    """The warning for a resolved recipe whose tensor parallelism leaves its node, with a faster layout if it can.
 
-    Degrees and microbatch vary, all else stays: such a search takes a tenth of a second, a whole one takes seconds.
+    The search varies only degrees and microbatch: it takes a tenth of a second, and a whole search takes seconds.
     """
     devices = per_node * recipe.cluster.linked_nodes
     line = (
         f"parallelism.tensor={recipe.layout.tensor} sends between nodes of {counted(devices, 'device')}, over a network"
     )
     if recipe.cluster.accelerator == "cpu":
-        # Estimates of CPUs that nobody has measured are too rough.
+        # Estimates for CPUs are too rough to recommend a layout.
         return line
     with contextlib.suppress(ConfigError), no_collection():
         recipe = dataclasses.replace(recipe, cluster=dataclasses.replace(recipe.cluster, per_node=per_node))
         machine, every = machine_of(recipe), choices_of(recipe)
-        # The recipe's own options come first.
+        # Take the first option of each field, which is the recipe's own.
         own = Choices(**{field.name: getattr(every, field.name)[:1] for field in dataclasses.fields(every)})
         space = _LayoutsForData(recipe, per_node=machine.per_node, choices=own)
         ranking = RecipeRanking(space=space, machine=machine, limit=machine.memory_bytes * (1 - MARGIN))
@@ -152,7 +152,7 @@ def beyond_node(recipe: Recipe, per_node: int) -> str:
 
 
 class _LayoutsForData(LayoutSpace):
-    """The layouts among whose data-parallel processes the recipe's data can be divided."""
+    """A space with only those layouts whose data-parallel processes can divide the recipe's data."""
 
     def layouts(self) -> list[Layout]:
         found = super().layouts()
@@ -166,7 +166,7 @@ class _LayoutsForData(LayoutSpace):
 
 
 def _check_precisions(space: LayoutSpace) -> None:
-    """Check that the devices can compute in one of the precisions, instead of trying every recipe in vain."""
+    """Check that the devices can compute in at least one of the precisions; otherwise every recipe would fail."""
     refusals, cluster = [], space.recipe.cluster
     for choice in space.choices.precisions:
         try:
@@ -178,7 +178,7 @@ def _check_precisions(space: LayoutSpace) -> None:
 
 
 def _advice(ranking: RecipeRanking, vary: Vary) -> list[str]:
-    """The nearest requests that a recipe fits: another world or batch, or more devices."""
+    """Lines that name the nearest world or batch for which some recipe fits, or the rules that forbid all layouts."""
     world, batch = ranking.space.world, ranking.space.recipe.training.global_batch
     if ranking.listed == 0:
         worlds = ((smaller, batch) for smaller in range(world - 1, max(0, world - 257), -1))
@@ -206,7 +206,7 @@ def _advice(ranking: RecipeRanking, vary: Vary) -> list[str]:
 
 
 def _fastest(ranking: RecipeRanking, requests: Iterable[tuple[int, int]], vary: Vary) -> Ranked | None:
-    """The fastest recipe of the first world and batch that have one; None: there is none."""
+    """The fastest recipe for the first of the (world, batch) requests for which any recipe fits; None: none does."""
     base = ranking.space.recipe
     for world, batch in requests:
         if (world, batch) == (ranking.space.world, base.training.global_batch):
@@ -229,15 +229,15 @@ HEADINGS = (
 FIGURES = ("", "mb", "GB", "reserved", "tok/s/GPU", "MFU", "step")
 _RULES = 6
 _PARTS = 3
-# Do not mention differences below this share of a step.
+# Smaller differences than this share of a step are not mentioned.
 _SMALL = 0.002
 
 
 def table_rows(plan: Plan, others: Sequence[Ranked] = ()) -> list[tuple[str, ...]]:
-    """The cells of a plan under `HEADINGS`; columns whose cells are all empty may be left out.
+    """The rows of a plan's table, with the columns of `HEADINGS`; columns whose cells are all empty may be left out.
 
     Args:
-        others: recipes in the same table.
+        others: recipes of other plans in the same table: they also count for which columns are empty.
     """
     shown = [*plan.best, *others]
     varied = [len({getattr(ranked.point, name).name for ranked in shown}) > 1 for name in ("precision", "compile")]
@@ -278,7 +278,7 @@ def not_priced(recipe: Recipe) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeModel:
-    """What a step computes, without recomputation, and what parameters and optimizer take, over all devices."""
+    """FLOPs of a step without recomputation, and bytes of parameters and of optimizer state; over all devices."""
 
     step_flops: int
     model_bytes: int
@@ -317,7 +317,7 @@ def title(plan: Plan) -> str:
 
 
 def machine_rows(plans: Mapping[str, Plan]) -> list[tuple[str, ...]]:
-    """The cells of plans under `HEADINGS`, the fastest machine first; the first column is its name."""
+    """The rows of several machines' plans, the fastest machine first; the first column has the machine's name."""
     ordered = sorted(plans.items(), key=lambda item: item[1].best[0].time.seconds if item[1].best else math.inf)
     every = [ranked for each in plans.values() for ranked in each.best]
     none = ("", "no layout fits", *[""] * (len(HEADINGS) - 2))
@@ -343,7 +343,7 @@ def left_out(plan: Plan) -> list[str]:
 
 
 def reasons(best: Sequence[Ranked]) -> list[str]:
-    """One sentence for each recipe: which terms make it slower than the one above it."""
+    """One sentence for each recipe: which parts of its step make it slower than the recipe above it."""
     others = (f"{place + 1} {_difference(best[place - 1], best[place])}" for place in range(1, len(best)))
     return [_first(best), *others]
 
@@ -361,7 +361,7 @@ def closeness(plan: Plan) -> str:
 
 
 def _first(best: Sequence[Ranked]) -> str:
-    """Why the first recipe is the first."""
+    """The sentence that says why the first recipe is first."""
     fastest = min(best, key=lambda ranked: ranked.time.seconds)
     if fastest is best[0]:
         return f"1 is the fastest that fits: {split_text(best[0].time)}"
@@ -427,7 +427,7 @@ def _values(ranked: Ranked, base: Recipe) -> dict[str, Any]:
 
 
 def overrides(ranked: Ranked, base: Recipe) -> list[str]:
-    """The arguments that change the requested recipe to this one; precision and compile only if they differ."""
+    """The overrides that change the recipe `base` to this recipe; precision and compile only if they differ."""
     degrees = [f"parallelism.{axis}={degree}" for axis, degree in ranked.recipe.layout.degrees().items()]
     if ranked.recipe.model.account().experts is not None:
         degrees.append(f"parallelism.expert={ranked.recipe.layout.expert}")
@@ -444,7 +444,7 @@ def overrides(ranked: Ranked, base: Recipe) -> list[str]:
 
 
 def _chosen(group: str, option: Any) -> list[str]:
-    """An option with all its numbers, also defaults: the requested recipe may have other numbers."""
+    """Overrides for an option and all its numbers, defaults too: the requested recipe may have other numbers."""
     return [f"{group}={option.kind}", *_fields(group, option, int | float)]
 
 
@@ -454,7 +454,7 @@ def _fields(group: str, option: Any, types: Any) -> list[str]:
 
 
 def summary(dropped: Mapping[str, int], limit: int) -> list[str]:
-    """The rules with the most layouts, one line each."""
+    """Lines for the `limit` rules that drop the most layouts, and a line for all other rules."""
     rows = sorted(dropped.items(), key=lambda row: -row[1])
     lines = [f"{count:,}: {rule}" for rule, count in rows[:limit]]
     if len(rows) > limit:

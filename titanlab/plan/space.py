@@ -1,6 +1,6 @@
-"""Every layout of a world for a recipe, with microbatch, schedule and checkpointing; the rules of recipes decide.
+"""The space of recipes for a world: every allowed layout, with every microbatch, schedule and checkpointing policy.
 
-The options of the varied groups are discovered, so that options of other packages take part.
+The rules of recipes decide what is allowed. Options of other packages take part, because options are discovered.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from titanlab.recipe import Recipe, recipe_rules
 from titanlab.techniques.compile.schema import Compile
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
-# Groups that vary only on request.
+# Groups of options that the planner varies only on request.
 VARIED = ("precision", "compile")
-# Names of groups in VARIED; or configs by group, where an empty list stands for all configs.
+# The groups to vary: their names; or group → configs to try, where an empty list stands for all configs.
 Vary = Mapping[str, Sequence[Any]] | Sequence[str]
 
 
 def choices_of(recipe: Recipe, *, vary: Vary = ()) -> Choices:
-    """The choices for a resolved recipe: its own first.
+    """The choices for a resolved recipe; in each list the recipe's own option comes first.
 
     Args:
-        vary: groups in `VARIED`; the others stay as the recipe has them.
+        vary: groups of `VARIED` that vary; the other groups of `VARIED` stay as the recipe has them.
 
     Raises:
         ConfigError: a name is not in `VARIED`.
@@ -47,7 +47,7 @@ def choices_of(recipe: Recipe, *, vary: Vary = ()) -> Choices:
             raise ConfigError("--vary", name, rule, cure)
     given = vary if isinstance(vary, Mapping) else dict.fromkeys(vary, ())
     schedules = [other for schedule in _defaults("schedule") for other in schedule.alternatives()]
-    # Not the policies that leave recomputation to a compiler: their memory cannot be predicted.
+    # Leave out policies that let a compiler decide what is recomputed: their memory cannot be predicted.
     acs = [policy for policy in _defaults("ac") if policy.compiler_budget() is None]
     all_of = {"precision": _defaults("precision"), "compile": [Compile(), Compile(blocks=True, loss=True)]}
     varied = {name: given[name] or all_of[name] for name in given}
@@ -69,7 +69,7 @@ def _defaults(group: str) -> list[Any]:
 
 
 def _named(values: Iterable[Any], name: Callable[[Any], str]) -> list[Choice]:
-    """The values, each once."""
+    """The values as choices, each value once."""
     return [Choice(name(value), value) for value in {repr(value): value for value in values}.values()]
 
 
@@ -83,7 +83,7 @@ def _name_of_compile(config: Compile) -> str:
 
 
 def _name(value: Any) -> str:
-    """The kind, with the fields that differ from their defaults."""
+    """An option's name in tables: its kind, and the fields that differ from their defaults."""
     changed = []
     for each in dataclasses.fields(value):
         own = getattr(value, each.name)
@@ -93,11 +93,11 @@ def _name(value: Any) -> str:
     return " ".join([value.kind, *changed])
 
 
-# Reasons for which a layout is left out although no rule forbids it, if others are left.
+# Reasons to leave out a layout that no rule forbids, as long as other layouts are left.
 BEYOND_NODE = "tensor parallelism would leave its node"
 UNEVEN_NODES = "shards of a copy of the model would fill some nodes in part"
 SHORT_CHUNKS = "context parallelism would cut sequences into chunks of fewer than 1,024 tokens"
-# A ring needs two chunks for each rank. Shorter ones leave a GPU too little work between two exchanges.
+# Tokens of a chunk; a ring has two chunks for each rank. Shorter chunks give a GPU too little work between exchanges.
 _LEAST_CHUNK = 1024
 
 
@@ -110,7 +110,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What the space varies beside degrees and microbatch; each has at least one value."""
+    """What the space varies in addition to degrees and microbatch; each field has at least one choice."""
 
     schedules: Sequence[Choice]
     acs: Sequence[Choice]
@@ -119,7 +119,7 @@ class Choices:
 
 
 class SpacePoint(NamedTuple):
-    """What distinguishes one recipe of the space; without a pipeline, the schedule is that of the given recipe."""
+    """The choices that make one recipe of the space; without a pipeline, the schedule is the given recipe's."""
 
     layout: Layout
     microbatch: int
@@ -133,19 +133,19 @@ class LayoutSpace:
     """The recipes that the world and the global batch of a resolved recipe allow.
 
     Attributes:
-        recipe: it gives all values that the space does not vary.
-        dropped: number of layouts by the rule that they break; filled while layouts are listed.
+        recipe: has the values that the space does not vary.
+        dropped: rule → number of layouts that break it; filled while layouts are listed.
     """
 
     def __init__(self, recipe: Recipe, *, per_node: int, choices: Choices) -> None:
-        """`per_node`: processes on a node, or on nodes that share a link."""
+        """`per_node`: number of processes on a node, or on the neighbouring nodes that share a link."""
         self.recipe, self.world, self.per_node, self.choices = recipe, recipe.layout.world, per_node, choices
         self.dropped: Counter[str] = Counter()
         facts = model_facts(recipe.model)
-        # Only edges and one block: the rules look at each parameter, but blocks are alike.
+        # An account with only one block: the rules look at each parameter, but blocks are alike.
         self._account = dataclasses.replace(facts.sample, layers=facts.account.layers, pieces=facts.account.pieces)
-        # Caches with the lifetime of the space: each rule is checked once for all layouts that are equal for it.
-        # Points come in the order of their bounds: few of them are asked for again much later.
+        # These caches live as long as the space: each rule is checked once for all layouts that are equal for it.
+        # `recipe_of` has a small cache: few points are asked for again much later.
         self.recipe_of = functools.lru_cache(maxsize=4096)(self._recipe_of)
         self._context_broken = functools.cache(self._context_rule)
         self._expert_broken = functools.cache(self._expert_rule)
@@ -159,12 +159,12 @@ class LayoutSpace:
         self._training = functools.cache(lambda size: dataclasses.replace(recipe.training, microbatch=size))
 
     def layouts(self) -> list[Layout]:
-        """All layouts that the rules allow, without those that are never fast if others are allowed."""
+        """The layouts that the rules allow; those that are never the fastest are left out if others are allowed."""
         found: dict[str, list[Layout]] = {reason: [] for reason in ("", UNEVEN_NODES, SHORT_CHUNKS, BEYOND_NODE)}
         self.dropped.clear()
         for layouts in _without_experts(self.world):
             first = layouts[0]
-            # A large world has hundreds of thousands of layouts: one look for those with the same rule.
+            # A large world has hundreds of thousands of layouts: check those that break the same rule only once.
             if self._are_alike(first) and (rule := self.broken(first)):
                 self.dropped[rule] += sum(1 + len(self._expert_degrees(layout)) for layout in layouts)
                 continue
@@ -178,13 +178,13 @@ class LayoutSpace:
         return found[chosen]
 
     def _are_alike(self, layout: Layout) -> bool:
-        """Whether all layouts that differ only in `replicate`, `shard` and `expert` break the same rule, or none."""
+        """Whether all layouts that differ from it only in `replicate`, `shard` and `expert` break the same rule."""
         if self.recipe.training.global_batch % layout.data or self._context_broken(layout.context):
             return True
         return self._account.experts is None and (layout.tensor == 1 or bool(self._degree_broken(layout.tensor)))
 
     def _never_fast(self, layout: Layout) -> str:
-        """Why another layout of the space is at least as fast; empty: none is known to be."""
+        """The reason why some other layout of the space is at least as fast; empty: no reason is known."""
         if self.per_node % layout.tensor:
             return BEYOND_NODE
         is_short = layout.context > 1 and self.recipe.training.seq_len < 2 * _LEAST_CHUNK * layout.context
@@ -194,7 +194,7 @@ class LayoutSpace:
         return UNEVEN_NODES if layout.replicate > 1 and copy % self.per_node and self.per_node % copy else ""
 
     def has_layouts(self) -> bool:
-        """Whether the rules allow any layout; if there is none in a large world, much faster than `layouts`."""
+        """Whether the rules allow any layout; for a large world without one this is much faster than `layouts`."""
         possible = (
             Layout(
                 replicate=replicate, shard=data // replicate, context=context, tensor=tensor, pipeline=left // tensor
@@ -210,21 +210,21 @@ class LayoutSpace:
         return not all(map(self.broken, self._with_experts(possible)))
 
     def _with_experts(self, layouts: Iterable[Layout]) -> Iterator[Layout]:
-        """The layouts, with each degree into which they can divide the model's experts."""
+        """Each layout without expert parallelism, then with each degree of it that divides the model's experts."""
         for layout in layouts:
             yield layout
             for degree in self._expert_degrees(layout):
                 yield dataclasses.replace(layout, expert=degree)
 
     def _expert_degrees(self, layout: Layout) -> Sequence[int]:
-        """Degrees above 1 into which a layout can divide the model's experts."""
+        """The degrees of expert parallelism above 1 that a layout can have."""
         experts = self._account.experts
         if experts is None or (layout.tensor > 1 and not self.recipe.parallelism.sequence_parallel):
             return ()
         return divisors(math.gcd(experts.count, layout.fsdp * layout.tensor))[1:]
 
     def points(self, layout: Layout) -> Iterator[SpacePoint]:
-        """The points of a layout; `broken_rule` says whether one of them is a recipe."""
+        """The points of a layout; `broken_rule` tells whether the rules allow the recipe of a point."""
         for microbatch, schedules in self.microbatches(layout):
             for schedule, others in itertools.product(schedules, self.others()):
                 yield SpacePoint(layout, microbatch, schedule, *others)
@@ -242,7 +242,7 @@ class LayoutSpace:
                 yield microbatch, schedules
 
     def schedules(self, layout: Layout, microbatches: int | None = None) -> Sequence[Choice]:
-        """The schedules of a layout's pipeline; without a pipeline, that of the recipe."""
+        """The schedules that a layout's pipeline can run; without a pipeline, only the recipe's own."""
         if layout.pipeline == 1:
             return [Choice("", self.recipe.schedule)]
         return self.choices.schedules if microbatches is None else self._legal(layout.pipeline, microbatches)[0]
@@ -251,7 +251,7 @@ class LayoutSpace:
         return itertools.product(self.choices.acs, self.choices.precisions, self.choices.compiles)
 
     def _recipe_of(self, point: SpacePoint) -> Recipe:
-        # A copy: a new recipe would check each of its numbers again.
+        # Copy the recipe, because making a new one would check each of its values again.
         recipe = copy.copy(self.recipe)
         vars(recipe).update(
             world=point.layout.world,
@@ -263,13 +263,13 @@ class LayoutSpace:
             compile=point.compile.value,
         )
         if recipe.parallelism.reduce_gradients == "auto" and recipe.reduces_each:
-            # In most cases the faster choice; where it does not fit, the ranking takes the other.
+            # Reducing last is faster in most cases; if it does not fit, the ranking reduces after each microbatch.
             vars(recipe).update(parallelism=self._reducing_last(point.layout))
         return recipe
 
     def broken_rule(self, recipe: Recipe) -> str:
-        """The first rule of recipes that a recipe of the space breaks; empty: none."""
-        # Rules look at each parameter, but blocks are alike: an account with one block is much faster.
+        """The first rule that a recipe of the space breaks; empty: it breaks none."""
+        # The rules look at each parameter, but blocks are alike: check an account with one block first, which is fast.
         lighter = copy.copy(recipe.model)
         object.__setattr__(lighter, "account", lambda: self._account)
         if not _broken(recipe_rules.check_all_but_data, dataclasses.replace(recipe, model=lighter)):
@@ -277,7 +277,7 @@ class LayoutSpace:
         return _broken(recipe_rules.check_all_but_data, recipe)
 
     def broken(self, layout: Layout) -> str:
-        """The rule that every point of a layout breaks; empty: none is known."""
+        """A rule that every point of a layout breaks; empty: no such rule is known."""
         batch = self.recipe.training.global_batch
         if batch % layout.data:
             return f"training.global_batch={batch} is not a multiple of the data-parallel processes"
@@ -291,14 +291,14 @@ class LayoutSpace:
         return rule
 
     def _within_broken(self, layout: Layout) -> str:
-        """The rule that a layout's tensor or expert parallelism breaks, together with FSDP2's shards of the parts."""
+        """The rule that a layout's tensor or expert parallelism breaks, alone or together with FSDP2's shards."""
         if layout.expert == 1 and (rule := self._degree_broken(layout.tensor)):
             return rule
         within = Layout(tensor=layout.tensor, shard=layout.fsdp, expert=layout.expert)
         return self._expert_broken(within) or self._tensor_broken(within, 1, sequence_parallel=False)
 
     def _degree_rule(self, tensor: int) -> str:
-        """The rule that a degree of tensor parallelism breaks with any shards, without expert parallelism."""
+        """The rule that a degree of tensor parallelism breaks, however FSDP2 shards; without expert parallelism."""
         return self._tensor_broken(Layout(tensor=tensor), 1, sequence_parallel=False)
 
     def _context_rule(self, context: int) -> str:
@@ -315,9 +315,9 @@ class LayoutSpace:
         return _broken(recipe_rules.check_tensor, layout, config, account_for(self._account, layout), **given)
 
     def _legal_schedules(self, pipeline: int, microbatches: int) -> tuple[Sequence[Choice], str]:
-        """The schedules that a pipeline can run, and the rule that the last of the others breaks."""
+        """The schedules that a pipeline can run, and the rule that the last of the other schedules breaks."""
         if pipeline > self._account.layers and microbatches > 1:
-            # More ranks than blocks: no number of microbatches changes that.
+            # The pipeline has more ranks than the model has blocks, whatever the number of microbatches.
             return self._legal(pipeline, 1)
         legal, last, config, layout = [], "", self.recipe.parallelism, Layout(pipeline=pipeline)
         for choice in self.choices.schedules:
@@ -338,20 +338,20 @@ class LayoutSpace:
             # AsyncTP needs tensor parallelism.
             async_tensor=own.async_tensor and layout.tensor > 1,
             symmetric_memory=own.symmetric_memory and layout.fsdp > 1,
-            # A split by hand fits one number of stages only.
+            # A split that the user gave fits only the number of ranks that it was made for.
             split=own.split if layout.pipeline == self.recipe.layout.pipeline else None,
         )
 
 
 def _changed(parallelism: Parallelism, *, layout: Layout, **values: Any) -> Parallelism:
-    """A copy for a layout with other values, which the space has chosen: a new config would check each of them."""
+    """A copy for a layout, with changed values; making a new config instead would check each of the values."""
     made = copy.copy(parallelism)
     vars(made).update(values, layout=layout)
     return made
 
 
 def reducing_each(recipe: Recipe) -> Recipe:
-    """The recipe with a reduction of gradients after each microbatch, as `auto` if that is the same."""
+    """The recipe with gradients reduced after each microbatch: by `auto` if `auto` decides so, else by `each`."""
     found = copy.copy(recipe)
     for choice in ("auto", "each"):
         changed = _changed(recipe.parallelism, layout=recipe.layout, reduce_gradients=choice)
@@ -362,7 +362,7 @@ def reducing_each(recipe: Recipe) -> Recipe:
 
 
 def _broken(check: Callable[..., None], *given: Any, **named: Any) -> str:
-    """The text of the rule that a check says is broken; empty: none."""
+    """The text of the rule that a check finds broken; empty: none."""
     try:
         check(*given, **named)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Values that all recipes of a search share: facts of a model, its pieces by stage, the actions of schedules."""
+"""Cached values that recipes of a search share: facts of a model, its pieces by stage, the actions of schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanlab.techniques.schedule.action import Action
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
 
-# Long lists: keep few.
+# The lists of actions are long: cache few of them.
 @functools.lru_cache(maxsize=64)
 def actions_of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Sequence[Sequence[Action]]:
     actions: Sequence[Sequence[Action]] = schedule.actions(ranks=ranks, microbatches=microbatches)
@@ -25,7 +25,7 @@ def actions_of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Seq
 
 @dataclass(frozen=True)
 class Seen:
-    """A recipe as the argument of a cached function, which may use only the values of the recipe that are in `key`."""
+    """A recipe as the argument of a cached function, which may read only those of its values that are in `key`."""
 
     key: tuple[Any, ...]
     recipe: Recipe = field(compare=False, repr=False)
@@ -36,8 +36,8 @@ class ModelFacts:
     """The facts of a model that estimates need.
 
     Attributes:
-        sample: account of the edges and of the middle block, `block`, which stands for all blocks.
-        before, after: pieces before and after the blocks.
+        sample: account of the pieces outside the blocks and of the middle block, `block`, which stands for all blocks.
+        before, after: names of the pieces before and after the blocks.
     """
 
     account: ModelAccount
@@ -100,14 +100,14 @@ def edge_operations(model: ModelConfig, microbatch: int, seq_len: int) -> tuple[
 
 @functools.lru_cache(maxsize=256)
 def treatments(ac: ACConfig, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The first block of each treatment, and the number of the treatment of each block."""
+    """The different ways in which a policy treats blocks: the first block of each way, and each block's way."""
     all_treatments = [ac.treatment(number) for number in range(layers)]
     different = list(dict.fromkeys(all_treatments))
     return tuple(map(all_treatments.index, different)), tuple(map(different.index, all_treatments))
 
 
 class StagePieces(NamedTuple):
-    """The pieces of a stage: numbers of its blocks, and names of the others."""
+    """The pieces of a stage: numbers of its blocks, and names of its other pieces."""
 
     blocks: tuple[int, ...]
     edges: tuple[str, ...]
@@ -145,7 +145,7 @@ def stages_of(
 def _stages(
     model: ModelConfig, placement: tuple[int, ...], split: tuple[Any, ...] | None, seq_len: int
 ) -> tuple[tuple[str, ...], ...]:
-    # The relative costs of pieces do not depend on the microbatch.
+    # A microbatch of 1 is enough: the relative costs of pieces do not depend on it.
     stages = stage_pieces(
         model_facts(model).account,
         split=split,

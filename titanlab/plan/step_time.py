@@ -25,7 +25,7 @@ from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, pipeline_tim
 from titanlab.plan.stages import Seen, message_bytes, model_facts
 from titanlab.recipe import Recipe, step_of
 
-# How often a step reads or writes the gradients outside of the optimizer: norm 1, zeroing 1; and to scale them 2.
+# How often a step reads or writes all gradients outside of the optimizer: for the norm and to zero them; to scale them.
 _GRADIENT_PASSES, _SCALING_PASSES = 2, 2
 
 
@@ -35,8 +35,8 @@ class StepTime:
 
     Attributes:
         parts: seconds by cause; their sum is `seconds`. `compute`; `replicate`, `shard`, `context`, `tensor`,
-            `pipeline`: communication of an axis that no computation hides, with what its code moves and the host's
-            time for it; `bubble`; `optimizer`; `stragglers`.
+            `pipeline`: exposed communication of the axis, with the host's time for it and the copies that it needs;
+            `bubble`; `optimizer`; `stragglers`.
         mfu: model FLOPs utilisation, by `titanlab.costs.training_flops_per_token` and the peak in the precision of the
             activations, from 0 to 1; nan if the device has no such peak.
     """
@@ -47,7 +47,7 @@ class StepTime:
     mfu: float
 
 
-# The parts of a step for its blocks and its pipeline, and the sums of the busiest rank.
+# Seconds of a step by part, without data parallelism and optimizer; and the sums over the busiest rank's pieces.
 BlocksTime = tuple[dict[str, float], RankTime]
 
 
@@ -61,9 +61,9 @@ def step_time(
     """Estimate the time of a step.
 
     Args:
-        pipeline: gives the time of a pipeline. `simulated_time` simulates each action; `pipeline_time` is within 1 % of
-            that, from a shorter simulation that recipes share; `least_time` is a bound.
-        blocks: the times of `blocks_time`, if they are known.
+        pipeline: gives the time of a pipeline. `simulated_time` simulates each action. `pipeline_time` is within 1 % of
+            it, from a shorter simulation that recipes share. `least_time` is a lower bound.
+        blocks: what `blocks_time` returns, if it is known.
 
     Raises:
         ConfigError: the pipeline's split or schedule does not fit the model or the batch.
@@ -79,7 +79,7 @@ def step_time(
     )
     block, others = pieces[model_facts(recipe.model).block], [pieces[name] for name in busiest.edges]
     if recipe.training.freeze:
-        # Blocks may differ: their mean stands for each.
+        # Blocks may have different frozen parameters: take the mean block for each.
         blocks_of = [piece for name, piece in pieces.items() if is_in_block(name)]
         block = PieceBytes(*(sum(column) // len(blocks_of) for column in zip(*blocks_of, strict=True)))
     parameters = busiest.blocks * block.trained + sum(piece.trained for piece in others)
@@ -88,7 +88,7 @@ def step_time(
     else:
         _add_whole_gradients(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)
-    # Without clipping the factor is 1: on a CPU scaling is skipped; on a GPU the host does not wait to read the factor.
+    # Without clipping the factor is 1, and a CPU skips the scaling. A GPU scales, as its host does not read the factor.
     scales = recipe.training.max_grad_norm is not None or recipe.cluster.accelerator != "cpu"
     passes = _GRADIENT_PASSES + _SCALING_PASSES * scales
     moved = 2 * (parameters + states) + (1 + passes) * parameters
@@ -107,22 +107,22 @@ def step_time(
 
 
 def least_seconds(recipe: Recipe, machine: Machine, blocks: BlocksTime) -> float:
-    """A lower bound of the seconds of a step, the same for all recipes that differ only in `replicate` and `shard`.
+    """A lower bound of a step's seconds, which is the same for recipes that differ only in `replicate` and `shard`.
 
-    Includes the blocks, the pipeline's bound and the stragglers, but not data parallelism and the optimizer.
+    It contains `blocks` and stragglers, but neither data parallelism nor the optimizer.
     """
     seconds = sum(blocks[0].values())
     return seconds + _straggling(recipe, machine, seconds)
 
 
 def _straggling(recipe: Recipe, machine: Machine, seconds: float) -> float:
-    # The slowest node delays all: the maximum of n equally distributed times grows with the logarithm of n.
+    # All nodes wait for the slowest: the maximum of n equally distributed times grows with the logarithm of n.
     nodes = axis_of(recipe.layout, "world", machine.per_node).nodes
     return seconds * machine.efficiencies.stragglers * math.log2(nodes)
 
 
 def blocks_time(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) -> BlocksTime:
-    """The time of blocks and pipeline, which depends on the product of `replicate` and `shard` only.
+    """Seconds without data parallelism and optimizer; of `replicate` and `shard` only the product matters here.
 
     Raises:
         ConfigError: as `step_time`.
@@ -152,14 +152,14 @@ def blocks_time(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) ->
 def _add_whole_gradients(
     recipe: Recipe, machine: Machine, stage: RankTime, parameters: int, parts: dict[str, float]
 ) -> None:
-    """Add the time to add gradients of microbatches, and the exposed time of DDP to sum them.
+    """Add to `parts` the time to accumulate gradients of microbatches, and the exposed time of DDP's all-reduces.
 
     Args:
         parameters: bytes of the rank's stored parameters that are trained.
     """
     parts["compute"] += (recipe.microbatches - 1) * parameters * 3 / _eager(machine)
     if recipe.layout.replicate > 1:
-        # Buckets are summed while the backward of the last microbatch runs; the last bucket is exposed.
+        # DDP sums buckets while the last microbatch's backward runs; the sum of the last bucket is exposed.
         axis = axis_of(recipe.layout, "replicate", machine.per_node)
         size = model_facts(recipe.model).account.parameter_count * recipe.precision.formats().master_bytes
         wire = 2 * size * (axis.ranks - 1) / axis.ranks
@@ -169,50 +169,50 @@ def _add_whole_gradients(
 
 
 def _add_fsdp(recipe: Recipe, machine: Machine, stage: RankTime, parts: dict[str, float]) -> None:
-    """Add the time to add gradients of microbatches, and the exposed time to sum them and to gather parameters."""
+    """Add to `parts` the time to accumulate gradients, and FSDP2's exposed time to reduce and to gather."""
     layout, formats, blocks = recipe.layout, recipe.precision.formats(), stage.blocks
     facts, microbatches = model_facts(recipe.model), recipe.microbatches
-    # Each unit counts once, and the pipeline is the outermost axis: its degree changes nothing.
+    # The degree of the pipeline, the outermost axis, does not change the times of a unit: it is not in the key.
     degrees = (layout.replicate, layout.shard, layout.context, layout.tensor, layout.expert)
     seen = Seen((recipe.model, recipe.precision, recipe.cluster.accelerator, *degrees), recipe)
     block, edges = _sharding(seen, machine, (facts.block,)), _sharding(seen, machine, stage.edges)
     ahead, back = stage.own.ahead / max(1, blocks), stage.own.back / max(1, blocks)
-    # The last blocks keep their parameters: see `titanlab.costs.traffic_account.add_sharding`.
+    # The last blocks stay gathered: see `titanlab.costs.traffic_account.add_sharding`.
     freed = recipe.parallelism.freed_blocks(blocks)
     kept = blocks - freed
     gather, reduce = block.gather, block.scatter + block.replicas
-    # FSDP2's hooks: a gather in the forward pass, a gather and a reduction in the backward pass. The device waits for
-    # those for which the host has no time while the device computes.
+    # Host time of FSDP2's hooks: for a gather in the forward pass, a gather and a reduction in the backward pass. The
+    # device waits for hooks that do not fit into the host's idle time while the device computes.
     hook, own = machine.efficiencies.hook_seconds, stage.own
     late = max(0.0, blocks * hook - own.ahead + own.host_forward) + max(
         0.0, 2 * blocks * hook - own.back + own.host_backward
     )
     parts["shard"] += microbatches * late
     ahead_exposed, back_exposed = exposed(ahead, gather, machine), exposed(back, gather, machine)
-    # Microbatches before the last one that reduce too.
+    # Number of microbatches before the last one whose gradients are reduced.
     more = microbatches - 1 if recipe.reduces_each else 0
-    # The next forward hides a gather, and the backward hides the gather of the block before and the reduction of the
-    # block after.
+    # A block's gather overlaps the forward of the block before it. A block's backward overlaps the gather of the block
+    # before it and the reduction of the block after it.
     hidden = freed * (microbatches * ahead_exposed + (microbatches - 1 - more) * back_exposed)
     hidden += freed * (exposed(back, gather + reduce, machine) + more * exposed(back, gather + block.scatter, machine))
     hidden += kept * (ahead_exposed + exposed(back, reduce, machine) + more * exposed(back, block.scatter, machine))
-    # The next forward hides the last reductions of the microbatch before. In a pipeline only blocks reduce more often.
+    # A microbatch's last reductions overlap the next forward. In a pipeline, pieces outside blocks reduce only once.
     more_edges = more if layout.pipeline == 1 else 0
     ends = block.scatter + edges.scatter * (more_edges > 0)
     hidden += more * exposed(stage.whole.ahead, ends, machine)
-    # No computation hides the first gathers and the last reductions.
+    # No computation overlaps the first gathers and the last reductions of a step.
     share = block.replicas / (gather * (1 + (freed > 0)) + reduce) if reduce else 0.0
     parts["replicate"] += share * hidden + block.replicas + edges.replicas
     parts["shard"] += (1 - share) * hidden + edges.gather + gather + block.scatter + edges.scatter
-    # Gradients that are not reduced after each microbatch are added to whole ones, in the format of the sums.
+    # Gradients that are not reduced after each microbatch are added to unsharded sums, in the dtype of the reduction.
     summed = (microbatches - 1 - more) * blocks * block.elements + (microbatches - 1 - more_edges) * edges.elements
     parts["compute"] += summed * (formats.compute_bytes + 2 * formats.reduce_bytes) / _eager(machine)
     if layout.fsdp == 1 and not formats.mixed:
         return
-    # Casts and copies around collectives.
+    # Add the casts and copies before and after collectives.
     gathers = 2 * microbatches * freed + kept
     rate = machine.memory_bytes_per_second * machine.efficiencies.fused_memory
-    # A cast to float8 multiplies by the scale and clamps first, in kernels of their own.
+    # A cast to float8 has separate kernels before it, which multiply by the scale and clamp.
     gathers_float8 = recipe.precision.float8_gathered(facts.sample)
     moved = 5 * formats.master_bytes + 1 if gathers_float8 else formats.master_bytes + formats.compute_bytes
     cast = moved / layout.fsdp
@@ -224,17 +224,17 @@ def _add_fsdp(recipe: Recipe, machine: Machine, stage: RankTime, parts: dict[str
 
 
 def _eager(machine: Machine) -> float:
-    """Bytes per second of separate kernels."""
+    """Bytes per second that kernels of separate operations move."""
     return machine.memory_bytes_per_second * machine.efficiencies.eager_memory
 
 
 class ShardingTraffic(NamedTuple):
-    """FSDP2's communication for some units of one rank, each once.
+    """FSDP2's communication for some units of one rank, each gathered and reduced once.
 
     Attributes:
         gather, scatter, replicas: seconds of all-gathers, of reduce-scatters, and of HSDP's all-reduces.
-        gathered_bytes, scattered_bytes: of the whole tensors, which are copied on the device.
-        elements: parameters of the units, over all ranks that share them.
+        gathered_bytes, scattered_bytes: bytes of the unsharded tensors, which the device also copies.
+        elements: number of parameters in the units, over all ranks that share them.
     """
 
     gather: float
@@ -254,7 +254,7 @@ def sharding_of(step: Step, pieces: tuple[str, ...], machine: Machine) -> Shardi
     scatters = [row for row in rows if row.kind not in ("all_gather", "all_reduce")]
 
     def seconds(rows: list[TrafficRow]) -> float:
-        # Some collectives have only the ranks that share a part of the experts.
+        # The collectives of experts run among the ranks that share a part of the experts.
         own = [row for row in rows if row.axis == "expert_shard"]
         return seconds_of(own, experts, machine) + seconds_of([row for row in rows if row not in own], fsdp, machine)
 

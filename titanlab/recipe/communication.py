@@ -1,4 +1,4 @@
-"""Converts a recipe to the input of the formulas for communication in `titanlab.costs.traffic_account`."""
+"""Makes from a recipe the input of the formulas for communication in `titanlab.costs.traffic_account`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
     """The values on which the communication of a resolved recipe's step depends.
 
     Args:
-        account: account of some pieces of the model, which are then one stage without recomputation; None: the whole
-            model, with the stages of the recipe's pipeline.
+        account: account of some pieces of the model: these are one stage, without recomputation. None: the whole model,
+            in the stages of the recipe's pipeline.
     """
     config, layout = recipe.parallelism, recipe.layout
     model = account_for(account or recipe.account, layout)
@@ -58,7 +58,7 @@ def step_of(recipe: Recipe, *, account: ModelAccount | None = None) -> Step:
     )
 
 
-# Operators of torch that gather and scatter: in compiled code on every device, and in eager mode.
+# Operators with which torch gathers and reduces: those of compiled code, on every device; and those of eager mode.
 _COMPILED = ("_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.reduce_scatter_tensor.default")
 _GATHERS = "c10d._allgather_base_.default"
 _SCATTERS = {"cuda": "c10d._reduce_scatter_base_.default", "cpu": "c10d.alltoall_base_.default"}
@@ -79,7 +79,7 @@ def _collectives(recipe: Recipe) -> tuple[str, str]:
 
 
 def _repeats(recipe: Recipe, model: ModelAccount) -> dict[str, Repeats]:
-    """By block, the communication that recomputation repeats."""
+    """Name of a block → the communication that its recomputation repeats; blocks that repeat none are left out."""
     layout, ac = recipe.layout, recipe.ac
     if layout.tensor == 1 and layout.context == 1 and layout.expert == 1:
         return {}

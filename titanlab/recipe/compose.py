@@ -35,19 +35,19 @@ from titanlab.recipe.hydra_errors import composition_errors
 from titanlab.recipe.keys import SweepSpace, as_typed, choice_of, unknown_key, with_combination
 from titanlab.recipe.recipe import Recipe, schema_node
 
-# Hydra's grammar accepts only ASCII letters without quotes.
+# A value that needs no quotes: Hydra's grammar accepts only ASCII letters without quotes.
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*", re.ASCII)
 _CONSTANTS = ("true", "false", "null", "nan", "inf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composed:
-    """A composition by Hydra.
+    """A config that Hydra has composed.
 
     Attributes:
         config: the recipe's config.
-        whole: the config with Hydra's own part.
-        choices: option by group.
+        whole: the recipe's config and Hydra's own config, under `hydra`.
+        choices: group → name of the chosen option.
         asks_hydra: whether a value contains `${hydra:…}`.
     """
 
@@ -58,16 +58,16 @@ class Composed:
 
 
 class Loader:
-    """Composes recipes with the flags of one command line, and the overrides that all its points share.
+    """Composes recipes with the flags of one command line, and the overrides that all points of its sweep share.
 
-    Methods return Hydra's result, or raise Hydra's error as a ConfigError.
+    Methods raise Hydra's errors as ConfigErrors.
     """
 
     def __init__(self, flags: Flags, overrides: Sequence[str]) -> None:
         register()
         self.config_name = flags.values["--config-name"] or "config"
         self.overrides = tuple(overrides)
-        # Options of groups that neither the overrides nor the points choose.
+        # Overrides that choose the options of groups which neither the other overrides nor the points choose.
         self.defaults: tuple[str, ...] = ()
         self._flags = flags
         self._hydra = _hydra_loader(flags)
@@ -81,7 +81,7 @@ class Loader:
             return OverridesParser.create(config_loader=self._hydra).parse_overrides(list(map(as_typed, overrides)))
 
     def recipe(self) -> Recipe | None:
-        """The recipe that the overrides describe; None if they, or a config file, ask for several (multirun)."""
+        """The recipe that the overrides describe; None: the overrides or a config file ask for several recipes."""
         composed = self.compose(())
         if composed.whole.hydra.mode == RunMode.MULTIRUN:
             return None
@@ -89,7 +89,7 @@ class Loader:
             return to_recipe(composed.config, composed.choices, self.config_name)
 
     def text(self, kind: str, *, package: str | None, resolve: bool) -> str | None:
-        """The composed config as YAML, as Hydra's `--cfg` prints it; None: it has no such package.
+        """The composed config as YAML, as Hydra's `--cfg` prints it; None: the config has no such package.
 
         Args:
             kind: `job`, `hydra` or `all`.
@@ -125,10 +125,10 @@ class Loader:
             global_config.cfg = before
 
     def base(self) -> DictConfig:
-        """The config that all points share; Hydra's part of it describes the sweep.
+        """The config that all points of a sweep share; its part `hydra` describes the sweep.
 
-        Leaves out overrides of single values, because their keys may exist only in a swept option. If all overrides
-        have been composed together, the keys exist, and that composition is reused.
+        Overrides of single values are left out, because their keys may exist only in a swept option. If all overrides
+        have been composed before, all keys exist, and that composition is used.
         """
         composed = self._shared
         if composed is None:
@@ -144,13 +144,13 @@ class Loader:
         return composed.whole
 
     def chosen(self, points: Iterable[Mapping[str, Any]]) -> set[str]:
-        """Groups of which an override, a point, or a file in place of titanlab's config.yaml chooses an option."""
+        """The groups whose option an override, a point or a file other than titanlab's config.yaml chooses."""
         choices = list(map(self.choices_of, points))
         found = {group for each in choices for group, _ in each}
-        # Other options of a point, such as a recipe, may choose options of further groups.
+        # Some options of a point, such as a recipe, choose options of further groups.
         for wide in {tuple(choice for choice in each if not self.is_own(*choice)) for each in choices}:
             overrides = [*self.overrides, *self.overrides_of(dict(wide))]
-            # The composition of the points reports what is wrong.
+            # Ignore errors here: the composition of the points reports them.
             with contextlib.suppress(ConfigError), composition_errors(overrides, self._flags.values):
                 texts = [as_typed(with_combination(text)) for text in overrides]
                 listed = self._hydra.compute_defaults_list(self.config_name, texts, run_mode=RunMode.RUN)
@@ -160,7 +160,7 @@ class Loader:
         return found
 
     def compose(self, overrides: Sequence[str]) -> Composed:
-        """The composition of the shared overrides followed by `overrides`; without any, it is composed only once."""
+        """Compose the shared overrides, followed by `overrides`; the result without `overrides` is kept and reused."""
         if overrides:
             return self._compose([*self.defaults, *self.overrides, *overrides])
         if self._shared is None:
@@ -194,19 +194,19 @@ class Loader:
         return list(self._hydra.get_group_options(group))
 
     def choices_of(self, point: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-        """The options that a point chooses, by group."""
+        """The groups of which a point chooses an option, each with the option's name."""
         return tuple((key, choice_of(key, value)) for key, value in point.items() if self.is_group(key))
 
     def values_of(self, point: Mapping[str, Any]) -> list[tuple[str, Any]]:
         return [(key, value) for key, value in point.items() if not self.is_group(key)]
 
     def overrides_of(self, point: Mapping[str, Any]) -> list[str]:
-        # A group that is not in a defaults list, such as `recipe`, needs `+`.
+        # To choose an option of a group that is in no defaults list, such as `recipe`, Hydra needs `+`.
         added = [self.is_group(key) and key not in self._known_choices for key in point]
         return ["+" * adds + override_text(*pair) for adds, pair in zip(added, point.items(), strict=True)]
 
     def is_own(self, group: str, option: str) -> bool:
-        """Whether an option sets keys of its own group only."""
+        """Whether an option sets only keys of its own group."""
         return "/" not in group and "@" not in group and self._fills_own_group(f"{group}/{option}")
 
     def _has_own_keys_only(self, path: str) -> bool:
@@ -270,7 +270,7 @@ def override_text(key: str, value: Any) -> str:
 
 
 def register() -> None:
-    """Register schemas and folders of other packages with Hydra, and keep it from running code that a YAML names."""
+    """Register schemas and other packages' folders with Hydra, and prevent that Hydra runs code that a YAML names."""
     hydra_internal.replace_sources()
     strangers.replace_resolvers()
     store = ConfigStore.instance()
@@ -281,14 +281,14 @@ def register() -> None:
 
 
 def conf_folder() -> Path:
-    """The folder of the config groups: beside the package in a clone, inside it in an installed wheel."""
+    """The folder of the config groups: beside the package in a clone, inside the package in an installed wheel."""
     package = Path(titanlab.__file__).parent
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
 
 
 def to_recipe(config: DictConfig, choices: Mapping[str, Any], name: str | None) -> Recipe:
-    """Convert a composed config to dataclasses; from here on no code uses a DictConfig.
+    """The recipe of a composed config, as dataclasses: no later code uses a DictConfig.
 
     Args:
         choices: the composed option of each group.
@@ -320,7 +320,7 @@ def to_group(node: DictConfig, group: str) -> Any:
 
 
 def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
-    """Check that a group's value has one of the group's schemas, which have implementations."""
+    """Check that a group's value has a schema of this group (so it has an implementation too), with all methods."""
     kinds, kind = discover()[group], getattr(schema, "kind", None)
     # A schema may combine several options.
     known = combination(group, kind) if isinstance(kind, str) and PLUS in kind else kinds.get(kind)
@@ -330,7 +330,7 @@ def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
         raise ConfigError(group, choice, "has no schema of this group", cure)
     contract, bases = contract_of(group), () if schema is None else schema.__mro__
     if None not in kinds and contract not in [base.__module__ for base in bases]:
-        # Only a package for another version of titanlab has such a config.
+        # The config comes from a package that was made for another version of titanlab.
         rule = f"has a config ({schema.__module__}) that inherits from no class of {contract}"
         raise ConfigError(group, choice, rule, "use a version of its package for this titanlab; docs/extending.md")
     if lacking := sorted(getattr(schema, "__abstractmethods__", ())):
@@ -339,7 +339,7 @@ def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
 
 
 def _check_kind(config: Any, group: str) -> None:
-    """Check that a group's `kind` is its schema's: it only informs readers of a frozen recipe, selects nothing."""
+    """Check that a group's `kind` is that of its schema: the key `kind` only informs readers, and selects nothing."""
     expected = getattr(type(config), "kind", None)
     if expected is not None and PLUS in expected:
         for field in dataclasses.fields(config)[1:]:
@@ -353,7 +353,7 @@ def _check_kind(config: Any, group: str) -> None:
 
 
 def _check_keys(node: DictConfig, prefix: str) -> None:
-    """Check that every key belongs to a schema: `+key=value` can add keys that nothing reads."""
+    """Check that every key belongs to a schema, because `+key=value` can add keys that nothing reads."""
     fields = {field.name for field in dataclasses.fields(OmegaConf.get_type(node))}  # type: ignore[arg-type]
     for name in map(str, node):
         if name not in fields:
@@ -366,7 +366,7 @@ def _check_keys(node: DictConfig, prefix: str) -> None:
 class PackagesOnSearchPath(SearchPathPlugin):
     """Adds the folders with which other packages extend titanlab's groups, and the folder of `--config-dir`."""
 
-    # Class attribute: Hydra makes the plugin itself, without arguments.
+    # The folder of `--config-dir`. A class attribute, because Hydra makes the plugin itself, without arguments.
     folder: ClassVar[str | None] = None
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:

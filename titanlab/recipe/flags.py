@@ -1,4 +1,4 @@
-"""Parses Hydra's flags before Hydra does: an error in a flag is one line, and flags may stand between overrides."""
+"""Parses Hydra's flags before Hydra does, so that errors in flags are one line and flags may stand among overrides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanlab.recipe.hydra_errors import ARGUMENTS, HELP
 from titanlab.recipe.hydra_internal import flag_parser
 from titanlab.system import home
 
-# Flags that make Hydra print something instead of running; it obeys only one of them at a time.
+# Flags that make Hydra print something instead of running; Hydra obeys only one of these flags at a time.
 _ANSWERS = ("help", "hydra_help", "cfg", "info", "shell_completion")
 
 
@@ -25,7 +25,7 @@ class Flags:
         overrides: `key=value` and other overrides, in the given order.
         flags: all other arguments, in the given order.
         options: the values of Hydra's own flags.
-        answer: what Hydra prints in place of a run: help, hydra_help, cfg, info or shell_completion; None: nothing.
+        answer: what Hydra prints instead of a run: help, hydra_help, cfg, info or shell_completion; None: it runs.
     """
 
     overrides: list[str]
@@ -64,7 +64,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
     for argument in arguments:
         (left.remove if argument in left else flags.append)(argument)
     for override in options.overrides:
-        # Not every shell replaces `~` by the home folder here, and Hydra rejects it.
+        # Not every shell replaces a `~` after `=` by the home folder, and Hydra rejects `~`.
         key, equals, value = override.partition("=")
         folder = home() if equals and (value == "~" or value.startswith("~/")) else None
         overrides.append(override if folder is None else f"{key}={folder}{value[1:]}")
@@ -82,8 +82,7 @@ def _check_together(options: argparse.Namespace, arguments: Sequence[str]) -> No
         rule = "a run is not repeated from a pickle"
         raise ConfigError("--experimental-rerun", options.experimental_rerun, rule, "try titanlab resume RUN")
     if options.shell_completion and "query=bash" not in options.overrides:
-        # Hydra's script registers the first word of the command, `titanlab`, and so replaces the completion of all
-        # verbs.
+        # Hydra's completion script registers itself for the command's first word, `titanlab`: for all verbs.
         rule, cure = "would replace the completion of all verbs", 'try eval "$(titanlab completion bash)"'
         raise ConfigError("--shell-completion", " ".join(options.overrides), rule, cure)
     modes = [name for name in ("run", "multirun", *_ANSWERS[2:]) if getattr(options, name) not in (None, False)]

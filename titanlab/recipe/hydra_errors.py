@@ -1,9 +1,9 @@
 """Turns errors of Hydra and OmegaConf into ConfigErrors: one line with key, value, rule and cure.
 
-Hydra raises one type, ConfigCompositionException, for most mistakes in overrides and defaults lists, and only its text
-has the key, the value and the file. `read_message` recognises these texts; no other code depends on the wording of an
-error. `tests/cli/test_refusals.py` makes the installed Hydra raise each of these errors. If a later Hydra words
-one differently, the error still shows the override that Hydra quotes.
+Hydra raises ConfigCompositionException for most mistakes in overrides and defaults lists. Only the text of this
+exception has the key, the value and the file. `read_message` recognises such texts; no other code depends on the
+wording of an error. `tests/cli/test_refusals.py` makes the installed Hydra raise each of these errors. If a later Hydra
+words an error differently, our error still shows the override that Hydra quotes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from titanlab.options import PLUS, combining_groups, discover
 from titanlab.recipe.keys import advice, find_key, unknown_key
 from titanlab.recipe.strangers import own_start_error
 
-# Hydra also raises Python's own errors for bad overrides (OverflowError: a float of 400 digits). OSError and YAMLError
-# come from reading files.
+# Errors while a recipe is composed. For bad overrides Hydra also raises Python's own errors (OverflowError: a float of
+# 400 digits). OSError and YAMLError come from reading files.
 _COMPOSITION_ERRORS = (
     *(HydraException, OmegaConfBaseException, ValueError, OverflowError, RuntimeError),
     *(OSError, yaml.YAMLError),
 )
-# Number of a group's options that fit into one line.
+# An error names at most this many options of a group.
 _MOST_SHOWN = 20
 _SWEEP = re.compile(r"[^\[{\"'(,]*[(,]")
 _FULL_KEY = re.compile(r"^\s+full_key: (\S+)$", re.MULTILINE)
@@ -63,11 +63,11 @@ def composition_errors(overrides: Sequence[str], flags: Mapping[str, str | None]
         yield
     except _COMPOSITION_ERRORS as error:
         if isinstance(error, OSError) and error.filename is None and not isinstance(error, HydraException):
-            # Not about a file: for example a pipe whose reader has ended.
+            # The error is not about a file; for example, a pipe has no reader any more.
             raise
         raise _translated(error, overrides, flags or {}) from error
     except AttributeError as error:
-        # OmegaConf (2.3) raises Python's own error for keys below a null, with the key in its message.
+        # For a key below a null, OmegaConf (2.3) raises Python's own error, whose message has the key.
         named = _FULL_KEY.search(str(error))
         if named is None:
             raise
@@ -83,7 +83,7 @@ def _translated(error: Exception, overrides: Sequence[str], flags: Mapping[str, 
         if not _KEY.fullmatch(key):
             cure = "write key=value without spaces, the key as words with dots between them"
             return ConfigError(ARGUMENTS, error.override, "cannot be read as an override", cure)
-        # Inner quotes for Hydra, outer quotes for the shell.
+        # The cure shows inner quotes for Hydra, and outer quotes for the shell.
         text = value.strip("\"'").replace("'", "")
         return ConfigError(key, value, "cannot be read as an override", f"quote it: \"{key}='{text}'\"")
     if isinstance(error, SearchPathException):
@@ -118,7 +118,7 @@ def _missing_config(error: MissingConfigException, flags: Mapping[str, str | Non
     named = re.match(r"In '([^']+)'", str(error)) if error.options is None else None
     file = None if named is None else named[1]
     if file is not None and PLUS in file:
-        # A list of options: `keys.with_combination`.
+        # The user gave a list of options; see `keys.with_combination`.
         options = sorted(str(kind) for kind in discover().get(group, {}))
     elif file is not None:
         return ConfigError(group, option, f"is no option, but {file} names it", f"correct {file}.yaml")
@@ -140,7 +140,7 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
     key = _full_key(cause, values)
     value = values.get(key, cause.value)
     if isinstance(cause, InterpolationResolutionError | UnsupportedInterpolationType):
-        # With OC_CAUSE=1 or under a debugger OmegaConf links its errors as causes, in a circle too.
+        # With OC_CAUSE=1 or under a debugger, OmegaConf links its errors as causes of each other, even in a circle.
         chain: list[BaseException] = [cause]
         for error in chain:
             if isinstance(error, ConfigError):
@@ -150,12 +150,12 @@ def value_error(cause: OmegaConfBaseException, overrides: Sequence[str]) -> Conf
             chain += [each for each in linked if each is not None and each not in chain]
         rule, cure = first_line(cause), "name a key as in ${model.dim}, or a resolver"
         if rule.startswith("RecursionError"):
-            # `override_dirname` has the text of all overrides, also of the one that refers to it.
+            # `override_dirname` has the text of all overrides, also of the override that refers to `override_dirname`.
             key = next((name for name, text in values.items() if "override_dirname" in text), key)
             rule, cure = "refers to itself", "leave it out: runs of a sweep are named by what they vary"
         return ConfigError(key, values.get(key, "${…}"), rule, cure)
     if isinstance(cause, ValidationError):
-        # A sweep's override has several values; show only the wrong one.
+        # A sweep's override has several values: show only the wrong value.
         return _wrong_type(key, cause.value if _SWEEP.match(str(value)) else value, cause)
     if isinstance(cause, MissingMandatoryValue):
         return ConfigError(key, "???", "has no value", f"give {key}=…")
@@ -175,7 +175,7 @@ def _unknown_key(key: str, value: object, values: Mapping[str, str]) -> ConfigEr
             return ConfigError(key, value, rule, f"try {group}.{name}.{rest}={value}")
     for given, text in values.items():
         if key.startswith(f"{given}.") and text.startswith("{"):
-            # A mapping, as in training={stepz:1}.
+            # The override's value is a mapping, as in training={stepz:1}.
             rule = f"has {key.removeprefix(f'{given}.')}, which is not a key of this recipe"
             return ConfigError(given, text, rule, unknown_key(key, None).cure)
     return unknown_key(key, value)
@@ -184,7 +184,7 @@ def _unknown_key(key: str, value: object, values: Mapping[str, str]) -> ConfigEr
 def _wrong_type(key: str, value: object, cause: OmegaConfBaseException) -> ConfigError:
     known = find_key(key, cause.object_type)
     if known is None:
-        # Either a key below a plain value (training.steps.x=1), or a key of Hydra.
+        # The key is below a plain value (training.steps.x=1), or is a key of Hydra.
         is_value = find_key(str(cause.full_key)) is not None
         return unknown_key(key, value) if is_value else ConfigError(key, value, first_line(cause), COMPARE)
     if dataclasses.is_dataclass(known.declared):
@@ -200,7 +200,7 @@ def _values(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _full_key(cause: OmegaConfBaseException, values: Mapping[str, str]) -> str:
-    """The key as the user gave it: OmegaConf may name a part, `trainig` or `steps` for `trainig.steps=3`."""
+    """The key as the user gave it: OmegaConf may name only `trainig` or `steps` of `trainig.steps=3`."""
     # Drop the index of a list's item, as in optimizer.betas[0].
     key = (cause.full_key or str(cause.key or "config")).partition("[")[0]
     if key in values:
@@ -209,7 +209,7 @@ def _full_key(cause: OmegaConfBaseException, values: Mapping[str, str]) -> str:
 
 
 def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
-    """The ConfigError for a message of Hydra, given the `key=value` arguments."""
+    """The ConfigError for a message of Hydra; `overrides` are the `key=value` arguments."""
     culprit = _culprit(message, overrides)
     key, _, value = culprit.partition("=")
     bare = key.lstrip("+~")
@@ -219,14 +219,14 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
     if "is not a subclass of" in message:
         return ConfigError(bare, value, "is two options of different schemas", "name one of them")
     twice = re.match(r"Multiple values for (\S+)\. .*'override \S+: (\S+)'", message)
-    # An override without `+` cannot be the cause: it would have replaced the choices of both lists.
+    # An override of the group without `+` would have replaced both choices, so two defaults lists are the cause.
     if twice is not None and bare != twice[1]:
         cure = f"write - override /{twice[1]}: … there, at the end of the defaults"
         return ConfigError(twice[1], twice[2], "is chosen in a second defaults list, without override", cure)
     if message.startswith(("Multiple values", "Could not append")):
         return ConfigError(key, value, "is in the recipe already", f"try {bare}={value}")
     if message.startswith("Config group override must be a string"):
-        # Hydra does not say which group.
+        # Hydra does not say which group: find the override whose value is neither text nor a list.
         for parsed in OverridesParser.create().parse_overrides(list(overrides)):
             group, chosen = parsed.key_or_group, parsed.value()
             if (group in discover() or not group) and not isinstance(chosen, str | list):
@@ -234,7 +234,7 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
                 return ConfigError(group or ARGUMENTS, chosen, "is not an option of a group", cure)
         return ConfigError(ARGUMENTS, " ".join(overrides), "the option of a group must be text", HELP)
     for override in overrides:
-        # A recipe without a package: Hydra puts its keys below the name of its group.
+        # The file of a recipe lacks its package line: then Hydra puts the file's keys below its group's name.
         group, _, option = override.lstrip("+").partition("=")
         first = group.partition("/")[0]
         is_below = re.search(rf"full_key: {re.escape(first)}\b|@{re.escape(first)}\.", message) is not None
@@ -266,7 +266,7 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
 
 
 def _culprit(message: str, overrides: Sequence[str]) -> str:
-    """The override that a message quotes; else one whose key or value the message quotes, or whose key it contains."""
+    """The override that a message quotes; else an override whose key or value it quotes; else one whose key it has."""
     quoted = re.findall(r"'([^']*)'", message)
     given = [(text, text.partition("=")[0].lstrip("+~"), text.partition("=")[2]) for text in overrides]
     given = [each for each in given if each[1]]

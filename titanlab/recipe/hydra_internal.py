@@ -1,9 +1,9 @@
 """Uses of Hydra's private API, each with its reason. Written for Hydra 1.3 and 1.4.
 
-- The parser of Hydra's flags: only `hydra.main` uses it, but a mistake in a flag has to become a ConfigError.
-- The sources from which Hydra reads configs, because a file is checked before it is used. The classes have the names of
-  Hydra's own, so that Hydra does not register its own again and finds the source of schemas by its name.
-- The names of Hydra's own sweeper and launcher, and the conversion of one value of a sweep: there is no public way.
+- The parser of Hydra's flags: only `hydra.main` has it, but a mistake in a flag has to become a ConfigError.
+- The sources from which Hydra reads configs: titanlab checks a file before Hydra uses it. The classes here have the
+  names of Hydra's classes. So Hydra does not register its own again, and finds the source of schemas by its name.
+- The names of Hydra's own sweeper and launcher, and the conversion of one value of a sweep: no public API has these.
 
 Other modules use the public API only. Each part can go when Hydra makes the same function public.
 """
@@ -59,7 +59,7 @@ def replace_sources() -> None:
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """A parser of Hydra's flags that raises errors and rejects abbreviations (new flags could change their meaning)."""
+    """A parser of Hydra's flags that raises errors, and rejects abbreviations (new flags would make them ambiguous)."""
     parser = get_args_parser()
     parser.exit_on_error = False
     parser.allow_abbrev = False
@@ -67,7 +67,7 @@ def flag_parser() -> argparse.ArgumentParser:
 
 
 def plain_value(value: Any) -> Any:
-    """A parsed value of an override as a Python value: texts without quotes, also in lists and mappings."""
+    """A parsed value of an override as a Python value; texts lose their quotes, in lists and mappings too."""
     return Override._convert_value(value)
 
 
@@ -77,19 +77,19 @@ def is_hydras_own(target: str) -> bool:
 
 
 class FileConfigSource(file_config_source.FileConfigSource):
-    """Folders of YAMLs, titanlab's and the user's."""
+    """Reads and checks the YAMLs of a folder, titanlab's or the user's."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         file = Path(self.path, self._normalize_file_name(config_path))
-        # Hydra reports a missing file.
+        # Hydra's own method reports a missing file.
         return _read(self, config_path, file) if file.exists() else super().load_config(config_path)
 
 
 class ImportlibResourcesConfigSource(importlib_resources_config_source.ImportlibResourcesConfigSource):
-    """Folders of YAMLs in packages, which may be archives. Reading one imports the package."""
+    """Reads and checks the YAMLs of a package, which may be an archive. Reading a YAML imports its package."""
 
     def __init__(self, provider: str, path: str) -> None:
-        # A package after --config-path is the user's own decision: it may be imported.
+        # A user may name any package with --config-path, but `hydra.searchpath` only packages with options.
         if provider.startswith("hydra.searchpath"):
             strangers.check_search_path([path])
         super().__init__(provider, path)
@@ -100,10 +100,10 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
 
 
 def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
-    """The content of a YAML: checked, with texts as typed and each list of options by its combination's name.
+    """The checked content of a YAML. Texts are as typed; a list of options is the name of the options' combination.
 
     Raises:
-        ConfigError: it is not a mapping, too large, or has what no config may have.
+        ConfigError: the content is not a mapping, is too large, or has a setting that no config may have.
     """
     group, _, option = config_path.removesuffix(".yaml").rpartition("/")
     with file.open(encoding="utf-8") as stream:
@@ -127,13 +127,13 @@ def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
 
 
 class StructuredConfigSource(structured_config_source.StructuredConfigSource):
-    """Schemas, converted to configs when they are used; and the options that combine several, `tracker/wandb+jsonl`.
+    """Gives Hydra the schemas, and the options that combine several options, such as `tracker/wandb+jsonl`.
 
-    Hydra's own store would convert each schema when it is registered, and list it among the options of its group.
+    Schemas are converted when used. Hydra's store would convert all of them at once, and list them as options.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StructuredConfigSource:
-        # Hydra copies its sources for every composition.
+        # Hydra copies its sources for every composition: this source needs no copy.
         return self
 
     def is_config(self, config_path: str) -> bool:
@@ -148,7 +148,7 @@ class StructuredConfigSource(structured_config_source.StructuredConfigSource):
 
 
 def _schema_at(config_path: str) -> Any:
-    """A copy of the config of the schema or combination at a path, which Hydra may change; None: there is none."""
+    """The config of the schema or combination at a path, as a copy that Hydra may change; None: nothing is there."""
     group, _, name = config_path.removesuffix(".yaml").rpartition("/")
     kind = name.removesuffix(_SCHEMA) if name != "schema" else None
     if PLUS in name:
@@ -167,13 +167,13 @@ _schema = functools.cache(schema_node)
 
 
 def check_hidden(sources: Iterable[Any], used: Callable[[], Iterable[str]]) -> None:
-    """Check that no option of a composition hides a different one of its name in a later folder.
+    """Check that no option of a composition hides a different option with the same name in a later folder.
 
     Otherwise the author of the hidden option would train another model or layout than they believe.
 
     Args:
-        sources: as `hydra.runtime.config_sources` lists them.
-        used: the paths of the composition's configs.
+        sources: the folders, as `hydra.runtime.config_sources` lists them.
+        used: gives the paths of the composition's configs.
     """
     types = SourcesRegistry.instance().types
     given = [each for each in sources if each.schema in ("file", "pkg") and each.provider not in ("hydra", "schema")]
@@ -199,7 +199,7 @@ def check_hidden(sources: Iterable[Any], used: Callable[[], Iterable[str]]) -> N
 
 
 def _content(source: ConfigSource, path: str) -> object:
-    """What an option says; None if its file cannot be read."""
+    """The content and the header of an option's file; None if the file cannot be read."""
     try:
         result = source.load_config(path)
     except (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError):

@@ -1,11 +1,11 @@
-"""The keys that a recipe can have, their types, and the values of YAMLs and overrides read by these types.
+"""The keys that a recipe can have and their types, and functions that read YAMLs and overrides by these types.
 
-A value whose key has the type text is the text as typed; `null` is still null. YAML reads a scalar before its type is
-known: `5e2` is 500.0, `12:00:00` 43200, `off` false, `017` 15. Hydra reads `5e2` as 500.0 and `1_000` as 1000. `load`
-keeps such texts in files, and `as_typed` on the command line.
+If a key has the type text, its value is the text as typed; only `null` is null. YAML would read `5e2` as 500.0,
+`12:00:00` as 43200, `off` as false and `017` as 15; Hydra reads `5e2` as 500.0 and `1_000` as 1000. `load` keeps such
+texts in files, and `as_typed` keeps them on the command line.
 
-Several options of one group at once, `tracker=[wandb,tensorboard]`, are one option that combines them, each under
-its own key: `tracker/wandb+tensorboard`. Hydra merges the options of a list into one config.
+A list of options of one group, `tracker=[wandb,tensorboard]`, becomes one option that combines them, with each option
+under its own key: `tracker/wandb+tensorboard`. Hydra itself would merge the options of a list into one config.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titanlab.recipe.recipe import Recipe, literal
 
 @dataclass(kw_only=True)
 class SweepSpace:
-    """A space of recipes; `titanlab.sweep.space` parses and checks it.
+    """The settings `hydra.sweeper` of a sweep, its space of recipes; `titanlab.sweep.space` parses and checks them.
 
     Attributes:
         space: a mapping with one of `product`, `zip`, `list` and `stack`; null: only what the command line sweeps.
@@ -58,9 +58,9 @@ class Key:
     """One key of a recipe.
 
     Attributes:
-        name: with its group, such as `optimizer.schedule.floor`.
-        declared: type of its field.
-        default: as text for an override; None if the schema has no default.
+        name: name with the group, such as `optimizer.schedule.floor`.
+        declared: type of the key's field.
+        default: default as text for an override; None if the schema has no default.
         option: the option whose schema has the key; None for the recipe's own fields.
     """
 
@@ -75,7 +75,7 @@ class Key:
 
 
 def known_keys() -> list[Key]:
-    """The recipe's own keys, then the keys of all options; a name occurs once for each option that has it."""
+    """The recipe's own keys, then the keys of all options; a name occurs once for each option that has such a key."""
     keys = list(_keys(Recipe, "", None))
     for group, kinds in discover().items():
         for option in kinds.values():
@@ -84,7 +84,7 @@ def known_keys() -> list[Key]:
 
 
 def _in_combination(name: str) -> tuple[str, str, str] | None:
-    """Group, option and key of `tracker.wandb.mode`: in a combination, each option has its keys under its own name."""
+    """Group, option and key of the name of a combination's key, such as `tracker.wandb.mode`; None: of another name."""
     group, _, rest = name.partition(".")
     kind, _, inner = rest.partition(".")
     is_part = inner and group in combining_groups() and kind in discover().get(group, {})
@@ -92,7 +92,7 @@ def _in_combination(name: str) -> tuple[str, str, str] | None:
 
 
 def find_key(name: str, schema: type | None = None, *, kind: str | None = None) -> Key | None:
-    """The key with this name, of options of this kind if a kind is given; preferably the key of the given schema."""
+    """The key with this name; with `kind`, of an option of this kind. A key of `schema` is preferred. None: no key."""
     if kind is None and (part := _in_combination(name)) is not None:
         group, kind, inner = part
         name = f"{group}.{inner}"
@@ -126,8 +126,7 @@ def advice(name: str) -> str:
     near = [known for known in names if known.endswith(f".{name}")]  # Users may remember only the end of a key.
     if len(near) > 1:
         return f"did you mean {' or '.join(sorted(near))}?"
-    # Keys of one group are similar because of the group's name: compare only their ends. The group itself was not
-    # meant.
+    # Keys of one group all begin with the group's name: below, compare only their ends.
     others = [known for known in names if not siblings or not f"{known}.".startswith(f"{group}.")]
     near += difflib.get_close_matches(name, others, n=1, cutoff=0.85)
     near += [f"{group}.{sibling}" for sibling in difflib.get_close_matches(end, siblings, n=1)]
@@ -164,11 +163,11 @@ def _keys(schema: type, prefix: str, option: Option | None) -> Iterator[Key]:
             text = "null" if default is None else str(default).lower()
         elif isinstance(default, tuple):
             text = f"[{','.join(map(str, default))}]"
-        # Do not suggest an empty text or `???` (OmegaConf's sign for a missing value).
+        # Suggest neither an empty text nor `???` (OmegaConf's sign for a missing value).
         elif isinstance(default, int | float | str) and default not in ("", "???"):
             text = str(default)
         yield Key(name=name, declared=inner, default=text, option=option)
-        # Dataclasses in the recipe itself are groups; `known_keys` adds the keys of their options.
+        # Dataclasses in the recipe itself (no option) are groups; `known_keys` adds the keys of their options.
         if isinstance(inner, type) and dataclasses.is_dataclass(inner) and option is not None:
             yield from _keys(inner, f"{name}.", option)
 
@@ -207,13 +206,13 @@ def with_combination(text: str) -> str:
 
 _SWEEPER = "hydra.sweeper"
 _TEXT = "tag:yaml.org,2002:str"
-# YAML 1.1 reads these in base 8 or 60. OmegaConf turns text into numbers in base 10.
+# Numbers that YAML 1.1 reads in base 8 or 60. They stay text, which OmegaConf turns into numbers in base 10.
 _OTHER_BASE = re.compile(r"[-+]?(0_*[0-7][0-7_]*|[0-9][0-9_.]*:[0-9_.:]+)")
 _READ = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool"))
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """Reads YAML as OmegaConf does: `1e-3` is a number, a date is text, and a key stands once in a mapping."""
+    """Reads YAML as OmegaConf does: `1e-3` is a number, a date is text, and a repeated key is an error."""
 
     yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
@@ -233,7 +232,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123
 
 
 def load(source: str | TextIO, name: str) -> Any:
-    """The values of a YAML for the key of this name (empty: a whole recipe); yaml.YAMLError: it is not YAML."""
+    """The values in a YAML for the key `name` (empty: for a whole recipe). Raises yaml.YAMLError if it is not YAML."""
     if name == _NOTES and isinstance(source, str) and source != "null" and not _QUOTED.fullmatch(source):
         return source
     loader = _Loader(source)
@@ -250,7 +249,7 @@ def load(source: str | TextIO, name: str) -> Any:
 
 
 def is_text(name: str, typed: str) -> bool:
-    """Whether a key reads a scalar as text. If the key also accepts booleans, `true` and `false` are booleans."""
+    """Whether a scalar is text for a key. If the key also accepts booleans, `true` and `false` are not text."""
     kinds = types_of(name)
     return str in kinds and not (bool in kinds and typed.lower() in ("true", "false"))
 
@@ -259,7 +258,7 @@ def types_of(name: str) -> frozenset[Any]:
     """The types of the values of a key, or of the values in its lists and mappings."""
     within, _, key = name.rpartition(":")
     if "defaults" in name.split(".") or (within == _SWEEPER and is_group(key)):
-        # The name of an option.
+        # The value is the name of an option.
         return frozenset([str])
     name = key if within == _SWEEPER else name
     if (part := _in_combination(name)) is not None:
@@ -293,7 +292,7 @@ def _leaves(declared: Any) -> Iterator[Any]:
 
 
 def _scalars(node: Any, name: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
-    """The scalars of a YAML that are values, or keys of a mapping of texts, with the names of the keys of a recipe."""
+    """The scalars of a YAML that are values, or keys of a mapping of texts; each with the recipe's key that it sets."""
     if isinstance(node, yaml.ScalarNode):
         yield node, name
     elif isinstance(node, yaml.SequenceNode):
@@ -305,25 +304,25 @@ def _scalars(node: Any, name: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
         for key, value in node.value:
             if str in types_of(name):
                 yield from _scalars(key, name)
-            # `<<: *other` has the keys of another mapping.
+            # `<<: *other` inserts the keys of another mapping.
             yield from _scalars(value, name if key.value == "<<" else f"{within}{key.value}")
 
 
-# The tokens of Hydra's grammar of overrides: quoted text, references, brackets and separators, and anything else, in
-# which a backslash takes a separator's meaning away.
+# The tokens of Hydra's grammar of overrides: quoted texts, references, brackets and separators, and other text, in
+# which a backslash escapes a separator.
 _PIECES = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}|[][(){},:]|(?:\\[][(){},:]|[^][(){},:'"$])+|.""", re.DOTALL
 )
 # Functions of Hydra that return their arguments as they are; others compute with numbers.
 _FUNCTIONS = ("choice", "shuffle", "tag")
-# The key whose value is a sentence: commas, colons, brackets and `${` in it have no meaning for Hydra or YAML.
+# The key whose value is a sentence: commas, colons, brackets and `${` in it must have no meaning for Hydra or YAML.
 _NOTES = "notes"
-# A whole value in quotes of Hydra's.
+# A value that is as a whole in quotes, as Hydra's grammar has them.
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 
 def as_typed(override: str) -> str:
-    """An override with quotes around values that are text but look like a number or a boolean, and around notes."""
+    """The override with quotes added: around texts that look like a number or a boolean, and around notes."""
     before, equals, value = override.partition("=")
     key = before.lstrip("+").partition("@")[0]
     if key == _NOTES and value != "null" and not _QUOTED.fullmatch(value):
@@ -332,7 +331,7 @@ def as_typed(override: str) -> str:
     if not (is_choice or str in types_of(key) or value.startswith("{")):
         return override
     pieces = ["", *_PIECES.findall(value), ""]
-    # The open brackets, and the names of the keys of the values in them; None: a function computes with the values.
+    # The open brackets, each with the key of the values in it; None: a function computes with these values.
     names: list[tuple[str, str | None]] = [("", key)]
     after_key = True
     for place, piece in enumerate(pieces):
@@ -350,7 +349,7 @@ def as_typed(override: str) -> str:
         elif name is not None and _is_read(piece) and ((is_choice and name == key) or is_text(name, piece.strip())):
             starts = pieces[place - 1] in ("", "[", "(", ",") or (pieces[place - 1] == ":" and after_key)
             if starts and pieces[place + 1] in ("", "]", "}", ")", ","):
-                # In Hydra's grammar, nothing may follow the quotes at the end.
+                # Hydra's grammar allows no text after the closing quote, so spaces at the end go.
                 pieces[place] = re.sub(r"(\S+)\s*", r"'\1'", piece)
         after_key = after_key and piece == ":"
     return f"{before}{equals}{''.join(pieces)}"

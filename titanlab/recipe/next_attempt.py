@@ -1,7 +1,7 @@
-"""The recipe of a run's next attempt, or of a new run that changes another's: a frozen config and overrides.
+"""Makes a recipe from a run's frozen config and overrides: for the run's next attempt, or for a new run.
 
-The next attempt may have another layout, schedule, AC policy or launcher; a new run may change the rest too. The global
-batch and the order of tokens stay, whatever the layout: the microbatch adapts.
+The next attempt may have another layout, schedule, AC policy or launcher; a new run may change all keys. The global
+batch and the order of tokens stay the same under another layout, because the microbatch adapts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from titanlab.recipe.recipe_rules import check_pipeline
 from titanlab.records import RunFolder, canonical
 from titanlab.system import counted
 
-# Groups whose preset may change. These groups change a run's results only by rounding.
+# Groups of which the next attempt may choose another preset: they change a run's results only by rounding.
 PRESETS = ("parallelism", "schedule", "ac", "cluster", "tracker", "launch")
-# The keys that say how a step is spread over processes.
+# The keys, and prefixes of keys, that say how a step is spread over processes.
 LAYOUT = ("world", "parallelism.", "schedule.", "ac.", "training.microbatch", "training.loss_chunk")
 
 
@@ -40,11 +40,11 @@ def next_recipe(
     file: Path,
     branch: str = "",
 ) -> Recipe:
-    """The unresolved recipe of a run's next attempt, or of a new run that changes another one's.
+    """The unresolved recipe of a run's next attempt, or of a new run that begins with this run's config.
 
     Args:
-        overrides: `key=value`; or other presets, of PRESETS for the next attempt, of any group for a new run.
-        changeable: what `check_changeable` allows; None: any key, as in a new run.
+        overrides: `key=value`, or `group=preset`: for the next attempt of the groups PRESETS, for a new run of any.
+        changeable: the keys that may change, as in `check_changeable`; None: any key, as in a new run.
         file: the config's file, for errors that no override has caused.
 
     Raises:
@@ -65,21 +65,21 @@ def next_recipe(
             changed[group] = OmegaConf.to_container(composed.config[group], resolve=True)
     keys = [override.partition("=")[0] for override in overrides]
     if "world" not in keys and any(key.partition(".")[0] == "parallelism" for key in keys):
-        # The new degrees give the world; a degree of -1 is computed from the number of processes that the run had.
+        # The new degrees decide the world. A degree of -1 is computed from the number of processes that the run had.
         degrees = overridden(changed, values, file=file).parallelism.degrees()
         changed["world"] = config.get("world") if -1 in degrees.values() else None
     return overridden(changed, values, file=file)
 
 
 def adapted(recipe: Recipe, before: Recipe, overrides: Sequence[str] = ()) -> tuple[Recipe, str]:
-    """The recipe with a microbatch that fits its layout, and a line about it; the line is empty if nothing changed.
+    """The recipe with a microbatch that fits its layout, and a line that says so, which is empty if nothing changed.
 
-    A process keeps its microbatch if it divides the local batch; else it gets the largest smaller divisor. So with
-    fewer processes, a process needs no more memory for activations: it accumulates more gradients.
+    A process keeps its microbatch if that divides the local batch; otherwise it gets the largest smaller divisor. So
+    with fewer processes, each accumulates gradients of more microbatches, and needs no more memory for activations.
 
     Args:
-        before: the resolved recipe of the run.
-        overrides: from the user; a microbatch in them is kept.
+        before: the resolved recipe that the run had.
+        overrides: the user's overrides; if they set the microbatch, it stays.
 
     Raises:
         ConfigError: the data-parallel processes do not divide the global batch.
@@ -120,25 +120,25 @@ def adapted(recipe: Recipe, before: Recipe, overrides: Sequence[str] = ()) -> tu
 
 
 def recipe_changes(config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """The groups and values of a recipe that differ from the run's; names and folders are left out."""
+    """The groups and values of the recipe `changed` that differ from a run's config, without names and folders."""
     same = ("runs", "sweep", "name", "launch")
     return {key: value for key, value in changed.items() if key not in same and config.get(key) != value}
 
 
 _NOTHING = object()
-# Examples in the error for groups whose name alone would not help.
+# Examples of keys, for errors about groups whose name alone does not help.
 _EXAMPLES = {"parallelism": ", such as parallelism.shard=2", "launch": ", such as launch.threads=1"}
 
 
 def check_changeable(
     overrides: Sequence[str], changeable: Sequence[str] | None, *, presets: Sequence[str] = (), branch: str = ""
 ) -> None:
-    """Check that arguments are overrides of keys that may change.
+    """Check that each argument is an override of a key that may change.
 
     Args:
-        changeable: keys, and prefixes of keys, which end in a dot; None: all.
+        changeable: the keys that may change; a prefix of keys ends in a dot. None: all may change.
         presets: groups of which another preset may be chosen, if any of their keys may change.
-        branch: the command that begins a new run if other keys must change; empty: there is none.
+        branch: the command that begins a new run, in which other keys may change; empty: there is no such command.
     """
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -160,12 +160,12 @@ def check_changeable(
 
 
 def check_unedited(run: RunFolder) -> None:
-    """Check that a run's config.yaml was not edited: the run's folder has the hash of the original.
+    """Check by a run's identity.json that nobody has edited its config.yaml.
 
     Keys outside the identity may be edited: names, folders, the tracker, the launcher, logging.
 
     Raises:
-        ConfigError: a value was changed by hand; or a file is damaged.
+        ConfigError: a value was changed by hand, or a file is damaged.
     """
     config, identity = run.config(), run.identity()
     made = identity.content.get("recipe") if identity is not None else None
@@ -181,7 +181,7 @@ def check_unedited(run: RunFolder) -> None:
 
 
 def _differences(now: Any, made: Any, written: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Each key that differs, with both values. The file may lack fields that a later version has added."""
+    """Each key with different values in `now` and `made`, and both values; fields of a later version are skipped."""
     if isinstance(now, Mapping) and isinstance(made, Mapping):
         for name in (*made, *(name for name in now if name not in made)):
             inner = written.get(name, _NOTHING) if isinstance(written, Mapping) else _NOTHING
@@ -193,10 +193,10 @@ def _differences(now: Any, made: Any, written: Any, key: str = "") -> Iterator[t
 
 
 def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int | None = None) -> Recipe:
-    """The recipe of a run, or of one of its attempts, with some keys changed.
+    """The recipe of a run, or of one of its attempts, changed by the overrides.
 
     Raises:
-        ConfigError: an override does not fit; or the config is damaged, or of another version.
+        ConfigError: an override does not fit, or the config is damaged or of another version.
     """
     if attempt is None:
         check_unedited(run)
@@ -205,13 +205,13 @@ def frozen_recipe(run: RunFolder, overrides: Sequence[str] = (), *, attempt: int
 
 
 def overridden(config: Mapping[str, Any], overrides: Sequence[str], *, file: Path) -> Recipe:
-    """The recipe of a run's frozen config, with some keys changed; errors name the file unless an override caused them.
+    """The recipe of a run's frozen config, changed by overrides. Errors name the file unless an override caused them.
 
     Raises:
-        ConfigError: an override cannot be read, or its value does not fit; or the config is of another version.
+        ConfigError: an override cannot be read, its value does not fit, or the config is of another version.
     """
     changed = dict(config)
-    # Merging nothing takes most of the time that `retry` needs for a run.
+    # Without overrides skip the merge, which would take most of the time that `retry` needs for a run.
     if overrides:
         try:
             given = OmegaConf.create()

@@ -1,4 +1,4 @@
-"""A recipe: the whole configuration of one run, the split of its model into stages, and its plain values."""
+"""`Recipe`, the whole configuration of one run; the split of its model into stages; conversion to plain values."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ else:
     LaunchSettings = PrecisionConfig = PipelineSchedule = ProfilerConfig = TrackerConfig = Any
 
 _COMPARE = "compare it with `titanlab train --cfg job`"
-# Options by their schema and the text of their content.
+# Cached configs of options, by their schema and the text of their content.
 _OPTIONS: dict[tuple[type, str], Any] = {}
 _MOST_OPTIONS = 1024
-# Bytes of whole gradients that FSDP2 may keep between microbatches with `parallelism.reduce_gradients=auto`: those of a
-# billion parameters in float32, a twentieth of a GPU with 80 GB.
+# Most bytes of unsharded gradients that FSDP2 keeps between microbatches with `parallelism.reduce_gradients=auto`: as
+# many as for a billion parameters in float32, which take a twentieth of a GPU with 80 GB.
 MOST_WHOLE_GRADIENTS = 4 * 2**30
 MOST_NOTES = 2000
-# Control characters except the tab and the line feed; lone surrogates, which UTF-8 cannot encode.
+# Notes may not have control characters (except tab and line feed), nor lone surrogates, which UTF-8 cannot encode.
 _NOT_IN_NOTES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -85,7 +85,7 @@ class Recipe:
     sweep: str = field(default="single", metadata=NEITHER)
     runs: str = field(default="runs", metadata=NEITHER)
     notes: str | None = field(default=None, metadata=NEITHER)
-    # No upper limit here: `recipe_rules` checks it.
+    # `recipe_rules` checks the upper limit.
     seed: int = field(default=0, metadata={"most": None, **OUTSIDE_STEP})
     repeat: int = field(default=0, metadata=OUTSIDE_STEP)
     world: int | None = None
@@ -108,7 +108,7 @@ class Recipe:
     launch: LaunchSettings = field(default=MISSING, metadata=NEITHER)
 
     def __post_init__(self) -> None:
-        # OmegaConf gives a list of its own.
+        # OmegaConf gives a list of its own type.
         object.__setattr__(self, "init_from_exclude", tuple(self.init_from_exclude))
         if self.init_from not in (None, MISSING) and is_address(self.init_from):
             check_address("init_from", self.init_from)
@@ -134,7 +134,7 @@ class Recipe:
 
     @property
     def microbatch(self) -> int:
-        """Sequences of one forward pass: the given number, or by default 1 in a pipeline and otherwise all."""
+        """Sequences of one forward pass: the given number; by default 1 in a pipeline, else all of the local batch."""
         return self.training.microbatch or (1 if self.layout.pipeline > 1 else self.local_batch)
 
     @property
@@ -144,7 +144,7 @@ class Recipe:
 
     @property
     def loss_chunk(self) -> int:
-        """Tokens for which the head and the loss are computed at once; 0: all tokens of a microbatch."""
+        """Number of tokens for which head and loss are computed at once; 0: all tokens of a microbatch at once."""
         if self.training.loss_chunk != AUTO:
             return int(self.training.loss_chunk or 0)
         tokens = self.microbatch * self.training.seq_len // self.layout.context
@@ -153,7 +153,7 @@ class Recipe:
 
     @property
     def reduces_each(self) -> bool:
-        """Whether gradients are reduced after each microbatch, and not only after the last one."""
+        """Whether gradients are reduced after each microbatch, instead of only after the last microbatch."""
         choice, layout = self.parallelism.reduce_gradients, self.layout
         if choice == "last":
             return False
@@ -168,7 +168,7 @@ class Recipe:
         return elements * formats.reduce_bytes > MOST_WHOLE_GRADIENTS
 
     def leaves_node(self, per_node: int | None) -> bool:
-        """Whether tensor parallelism of a resolved recipe sends between nodes, each with this many of its processes."""
+        """Whether tensor parallelism of a resolved recipe sends between nodes that have `per_node` processes each."""
         devices = (per_node or 0) * self.cluster.linked_nodes
         return 0 < devices < self.layout.world and devices % self.layout.tensor > 0
 
@@ -178,7 +178,7 @@ class Recipe:
 
 
 def needs_whole_logits(recipe: Recipe) -> tuple[str, str] | None:
-    """Why the head and the loss of a resolved recipe cannot be computed in chunks, and the cure; None: they can."""
+    """Why the head and the loss of a resolved recipe cannot be computed in chunks, and the cure; None: they can be."""
     account = _account(recipe.model)
     if not account.head:
         return "the model does not name its head", "try 0, or name it in the model's account"
@@ -197,14 +197,14 @@ def _account(model: ModelConfig) -> ModelAccount:
 
 @functools.lru_cache(maxsize=256)
 def _multiplies_head(model: ModelConfig, precision: PrecisionConfig) -> bool:
-    """Whether a precision has its own product for the head; cached, because sorting layers takes a millisecond."""
+    """Whether a precision has its own product for the head. Cached: listing all products takes a millisecond."""
     account = _account(model)
     return account.head in precision.products(account)
 
 
 def pieces_by_stage(recipe: Recipe) -> list[tuple[str, ...]]:
     """Pieces of the model in every stage of a resolved recipe's pipeline, as `stage_pieces` makes them."""
-    # Relative costs do not depend on the microbatch: with 1, equal models share one split.
+    # Relative costs do not depend on the microbatch: with a batch of 1, equal models share one cached split.
     model, sizes = recipe.model, {"batch": 1, "seq_len": recipe.training.seq_len}
     return stage_pieces(
         model.account(),
@@ -233,7 +233,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
 
 
 def _option(group: str, content: Any) -> Any:
-    """A group's config, cached: the runs of a sweep share most options, and checking one takes milliseconds."""
+    """A group's config. It is cached: a sweep's runs share most options, and checking an option takes milliseconds."""
     if not isinstance(content, Mapping):
         raise ConfigError(group, content, "must be a mapping", _COMPARE)
     kinds = discover()[group]
@@ -247,7 +247,7 @@ def _option(group: str, content: Any) -> Any:
     for name in map(str, node) if kind not in kinds else ():
         if name != "kind" and isinstance(content.get(name), Mapping):
             node[name] = schema_node(schema_of(group, content[name].get("kind")))
-    # A run that began before a field existed goes on as it began.
+    # A run that began before a field existed keeps what it did then: the field's value `begun`.
     begun = {item.name: item.metadata["begun"] for item in dataclasses.fields(schema) if "begun" in item.metadata}
     content = {**begun, **content}
     made = _merged(node, content, group)
@@ -263,7 +263,7 @@ def _option(group: str, content: Any) -> Any:
 
 
 def _merged(node: DictConfig, content: Mapping[str, Any], group: str) -> Any:
-    """A schema with the values of a mapping: a group's dataclass, or without a group the recipe's node.
+    """A schema with the values of a mapping: as a dataclass for a group; as a node for the recipe (an empty group).
 
     Raises:
         ConfigError: a key is unknown, or a value does not fit.
@@ -273,20 +273,20 @@ def _merged(node: DictConfig, content: Mapping[str, Any], group: str) -> Any:
         return OmegaConf.to_object(merged) if group else merged
     except OmegaConfBaseException as error:
         inner = str(error.full_key or "")
-        # OmegaConf's error has no value if no schema has the key.
+        # For a key that no schema has, OmegaConf's error has no value.
         value = error.value if error.value is not None else content.get(inner)
         key = ".".join(filter(None, (group, inner))) or "config"
         raise ConfigError(key, value, str(error.msg).splitlines()[0].rstrip("."), _COMPARE) from error
 
 
 def schema_node(schema: Any) -> DictConfig:
-    """A schema's defaults as a node into which values can be merged; OmegaConf makes frozen dataclasses read-only."""
+    """A schema's defaults as a node that accepts values: OmegaConf makes nodes of frozen dataclasses read-only."""
     root: DictConfig = OmegaConf.structured(schema)
     nodes = [root]
     while nodes:
         node = nodes.pop()
         OmegaConf.set_readonly(node, None)
-        # `_get_node`: the public ways resolve a value, or refuse one that is missing.
+        # `_get_node` is private, but the public ways resolve a value, or refuse a missing value.
         nodes += [inner for name in node if isinstance(inner := node._get_node(name), DictConfig)]
     return root
 
@@ -297,11 +297,11 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
 
 
 def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str) -> Recipe:
-    """The recipe with all open values filled in: degrees of -1, world, device, steps of warm-up.
+    """The recipe with all open values filled in: degrees of -1, world, accelerator, device, warm-up, loss_chunk.
 
     Args:
         world: number of processes that torchrun or Slurm have started; None: the recipe decides.
-        accelerator: the kind that this host has, `cpu` or `cuda`; used if the recipe says `auto`.
+        accelerator: what this host has, `cpu` or `cuda`; used if the recipe says `auto`.
         device: the accelerator's name, used if the recipe gives none.
 
     Raises:
@@ -316,7 +316,7 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
     except ConfigError as error:
         if world is None or error.key != "world":
             raise
-        # The processes have been started, so an override of `world` cannot help.
+        # The processes run already: the cure is to start another number of them, not to override `world`.
         cure = "start as many processes as the degrees make, or let one degree be -1"
         raise ConfigError("WORLD_SIZE", world, error.rule, cure) from error
     cluster = recipe.cluster
@@ -334,13 +334,13 @@ def resolve(recipe: Recipe, *, world: int | None, accelerator: str, device: str)
         cluster=cluster,
     )
     if recipe.training.global_batch < layout.data:
-        # The batch cannot be divided; a rule reports this.
+        # The processes cannot divide the batch, which `recipe_rules` reports.
         return resolved
     return dataclasses.replace(resolved, training=dataclasses.replace(recipe.training, loss_chunk=resolved.loss_chunk))
 
 
 def shortened_warmup(recipe: Recipe) -> str:
-    """The notice that the default warm-up is shortened because the run has fewer steps; empty if it is not."""
+    """The notice that a short run shortens the default warm-up; empty: the warm-up is not shortened."""
     steps, schedule = recipe.training.steps, recipe.optimizer.schedule
     if schedule.warmup_steps is not None or steps >= WARMUP_STEPS:
         return ""
@@ -351,8 +351,8 @@ def shortened_warmup(recipe: Recipe) -> str:
 
 
 KEY = "parallelism.split"
-# FLOPs that take as long as reading and writing one element. A core moves about 1e9 elements a second and computes
-# 5e10 to 1e11 FLOP/s; for a GPU the ratio is a little higher.
+# Number of FLOPs that take as long as reading and writing one element. A CPU core moves about 1e9 elements a second and
+# computes 5e10 to 1e11 FLOP/s; for a GPU the ratio is a little higher.
 ELEMENT_FLOPS = 100
 
 
@@ -364,12 +364,12 @@ def stage_pieces(
     block: Sequence[Operation],
     edges: Sequence[Operation],
 ) -> list[tuple[str, ...]]:
-    """Pieces of every stage, by stage.
+    """The pieces of the model in each stage.
 
     Args:
         split: see `Parallelism.split`.
         placement: rank of every stage.
-        block: the operations of a block of the model.
+        block: the operations of a transformer block of the model.
         edges: the operations outside of blocks; each has the name of its piece.
 
     Raises:
@@ -393,12 +393,12 @@ def stage_pieces(
 
 @functools.cache
 def _balanced(costs: tuple[float, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
-    """First piece of every stage; cached, because a sweep calls it often and a search can take tenths of a second."""
+    """Index of each stage's first piece. Cached: a sweep asks often, and a search can take tenths of a second."""
     return tuple(balanced(costs, stages=len(placement), placement=placement))
 
 
 def _by_counts(account: ModelAccount, counts: list[int], stages: int) -> list[int]:
-    """First pieces of stages with given numbers of blocks; other pieces belong to the first or the last stage."""
+    """Index of each stage's first piece, from the numbers of blocks; other pieces are in the first or last stage."""
     if len(counts) != stages:
         rule = f"has {len(counts)} numbers of blocks, and the schedule has {stages} stages"
         raise ConfigError(KEY, as_typed(counts), rule, f"try null for a balanced split, or give {stages} numbers")
@@ -440,26 +440,26 @@ def as_typed(split: Sequence[object]) -> str:
     return f"[{','.join(map(str, split))}]"
 
 
-# Text that needs no quotes in Hydra: because of the slash it is neither a number nor a constant.
+# Text that needs no quotes in Hydra's grammar: it has a slash, so it is neither a number nor a constant.
 _PLAIN = re.compile(r"[\w.+@%-]*/[\w./+@%-]*", re.ASCII)
 
 
 def literal(value: Any) -> Any:
-    """The same plain values with `${` escaped: all interpolations are resolved, so OmegaConf must not find any."""
+    """The values with `${` escaped: their interpolations are resolved already, so OmegaConf must not find others."""
     if isinstance(value, Mapping):
         return {key: literal(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [literal(inner) for inner in value]
-    # OmegaConf halves the backslashes that stand before `${`, and no others.
+    # OmegaConf halves only those backslashes that stand before `${`.
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def path_override(key: str, path: Path) -> str:
-    """`key=path`, in quotes for Hydra's grammar of overrides where it needs them."""
+    """The override `key=path`, with quotes if Hydra's grammar needs them."""
     text = str(path)
     if _PLAIN.fullmatch(text):
         return f"{key}={text}"
-    # Imported here: it takes 0.1 s, and most paths need no quotes.
+    # Imported here: the import takes 0.1 s, and most paths need no quotes.
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return f"{key}={QuotedString(text=literal(text), quote=Quote.double).with_quotes()}"

@@ -1,7 +1,7 @@
-"""The rules that cross config groups: layout, batch and schedule against the model, and the memory of the host.
+"""The rules that involve several config groups: about layout, batch and schedule for a model, and the host's memory.
 
 Each check raises a ConfigError for the first rule that is broken. The rules about memory are lower bounds: a recipe
-that passes may still run out of memory, and then ends as `oom`.
+that passes may still run out of memory, and its run then ends as `oom`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from titanlab.system import counted
 from titanlab.techniques.schedule.contract import PipelineSchedule
 
 SEEDS = 2**63
-# Kernels of a GPU that cannot keep attention within documents, without and with context parallelism. FlexAttention and
-# kernels with a mask can. With context parallelism, kernels must take any number of rows and keys: cuDNN would make a
-# plan for each.
+# GPU kernels that cannot keep attention within documents, without (False) and with (True) context parallelism.
+# FlexAttention and kernels with a mask can. Under context parallelism the numbers of rows and keys vary, and cuDNN
+# would make a new plan for each pair of numbers.
 _WITHOUT_DOCUMENTS = {False: ("flash", "flash3", "cudnn", "flash_attn"), True: ("cudnn",)}
-# Width of a head; torch's kernel refuses narrower ones (torch/_inductor/kernel/flex, torch 2.11 to 2.13).
+# Least width of a head: FlexAttention refuses narrower heads (torch/_inductor/kernel/flex, torch 2.11 to 2.13).
 _NARROWEST_FLEX = 16
 # Ten times the largest clusters; plans with an entry for every process are still fast.
 MOST_PROCESSES = 1_000_000
 
 
 def check(recipe: Recipe) -> None:
-    """Check a resolved recipe by every rule; rules about the content of the corpus apply after it is prepared."""
+    """Check a resolved recipe by all rules, except rules about the corpus's content, which has to be prepared first."""
     check_all_but_data(recipe)
     check_data(recipe)
 
@@ -76,13 +76,13 @@ def check_all_but_data(recipe: Recipe) -> None:
     options = (recipe.model, recipe.schedule, recipe.precision, recipe.ac, recipe.compile, recipe.optimizer)
     for option in (*options, recipe.data, recipe.checkpoint, recipe.tracker, recipe.profiler, recipe.launch):
         option.check(values)
-    # Otherwise a missing package would be found only after the model has been built.
+    # Check packages here: otherwise a missing one would be found only after the model has been built.
     recipe.tracker.check_installed()
     recipe.checkpoint.check_installed()
 
 
 def check_data(recipe: Recipe) -> None:
-    """Check a resolved recipe by the rules about data; rules about the content apply after it is prepared."""
+    """Check a resolved recipe by the rules about data, except rules about its content, which is not prepared yet."""
     source.check(
         recipe.data,
         seq_len=recipe.training.seq_len,
@@ -125,10 +125,10 @@ def _check_freeze(recipe: Recipe) -> None:
 
 
 def named_parameters(key: str, patterns: Sequence[str], account: ModelAccount) -> frozenset[str]:
-    """The parameters that the patterns in a key of the recipe name, by steps of their paths.
+    """The parameters that the patterns name; the patterns are the value of the recipe's key `key`.
 
     Raises:
-        ConfigError: a pattern names no parameter, or together they name all.
+        ConfigError: a pattern names no parameter, or the patterns together name all parameters.
     """
     names = list(account.parameters)
     for pattern in patterns:
@@ -143,7 +143,7 @@ def named_parameters(key: str, patterns: Sequence[str], account: ModelAccount) -
 
 
 def _paths(name: str) -> Iterator[str]:
-    """What a pattern may name of a parameter: each of its steps, and the path up to each."""
+    """Examples of patterns that match a parameter: each step of its path, and the path from the first to each step."""
     steps = name.split(".")
     yield from steps
     yield from (".".join(steps[:count]) for count in range(2, len(steps) + 1))
@@ -259,7 +259,7 @@ def setting(recipe: Recipe) -> Setting:
     )
 
 
-# Largest number of actions (passes of one microbatch through one stage) in a step: the schedule lists all of them.
+# Most pairs of a stage and a microbatch in a step: a schedule lists actions for each pair, so more would take too long.
 MOST_ACTIONS = 1_000_000
 
 
@@ -287,7 +287,7 @@ _Cut = tuple[str, tuple[int, ...], str]  # name, shape and style of a parameter 
 
 
 def _cuts(account: ModelAccount, degree: int) -> list[_Cut]:
-    """One parameter of each shape and style that the tensor plan splits."""
+    """Of the parameters that the tensor plan splits, one of each shape and style."""
     cuts: dict[tuple[tuple[int, ...], str], _Cut] = {}
     for name, shape in account.parameters.items():
         style = parameter_style(account, name)
@@ -311,14 +311,14 @@ def _broken_rule(account: ModelAccount, cuts: Iterable[_Cut], degree: int) -> st
         if dim is not None and not allows_uneven and shape[dim] % degree:
             noun = ("rows", "columns")[dim - STYLES[style].is_stack]
             return f"must divide the {shape[dim]} {noun} of {name}"
-        # The first ranks get equal parts, rounded up. If there are few rows, none remain for the last rank.
+        # The first ranks get equal parts, rounded up. With few rows, none may remain for the last rank.
         if allows_uneven and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
             return f"leaves a process without a row of {name}, which has {shape[0]}"
     return ""
 
 
 def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_Cut]) -> None:
-    """Check that FSDP2 can split the parameters that tensor parallelism splits by rows: rows evenly, else columns."""
+    """Check that FSDP2 can shard what tensor parallelism cuts by rows: rows into equal parts, or else columns."""
 
     def uneven(fsdp: int) -> Iterator[_Cut]:
         for cut in cuts:
@@ -337,7 +337,7 @@ def _check_fsdp_cuts(layout: Layout, cuts: Sequence[_Cut]) -> None:
             f"with tensor={layout.tensor}, cannot cut the {shape[0]} rows of {name} "
             f"into {layout.tensor * layout.fsdp} equal parts{by_columns}"
         )
-        # FSDP2 cuts this parameter only into as many parts as divide its rows or its columns.
+        # FSDP2's number of parts must divide the rows or the columns of this parameter.
         parts = {*divisors(shape[0]), *divisors(math.prod(shape[1:2]))}
         degrees = {n * degree // layout.fsdp for n in parts if n * degree % layout.fsdp == 0}
         usable = [n for n in degrees if n < 2 * degree and not any(uneven(layout.fsdp // degree * n))]
@@ -412,7 +412,7 @@ def check_pipeline(
         raise ConfigError(key, degree, rule, "try parallelism.pipeline=1, or model.tied_embeddings=false")
     stages = schedule.stage_count(ranks=degree)
     if stages <= account.layers:
-        # The schedule's own check takes long for a large number of ranks, so the simple limit comes first.
+        # The schedule's own check takes long for many ranks, so the limit on stages is checked first.
         schedule.check_pipeline(ranks=degree, microbatches=microbatches)
         stages = len(schedule.placement(ranks=degree))
     if stages > account.layers:
@@ -427,7 +427,7 @@ def check_pipeline(
 
 
 def _check_fast_collectives(recipe: Recipe) -> None:
-    """Check that hardware, layout and compiler support AsyncTP and symmetric memory, where they are chosen."""
+    """Check that hardware, layout and compiler support AsyncTP and symmetric memory, if the recipe chooses them."""
     layout, config, compiler = recipe.layout, recipe.parallelism, recipe.compile
     on_cpu = recipe.cluster.accelerator != "cuda"
     async_tensor = (
@@ -467,7 +467,7 @@ def _nearest(usable: Iterable[int], wanted: int) -> str:
     return " or ".join(map(str, sorted(sorted(usable, key=lambda n: (abs(n - wanted), n))[:2])))
 
 
-# Memory of a process without tensors: an interpreter that has imported torch, without pages that processes share.
+# Memory of a process without tensors: a Python that has imported torch, without the pages that processes share.
 PROCESS_BYTES = 64 * 2**20
 _ADDRESSABLE = 2**63  # bytes; sizes are signed 64-bit integers
 
@@ -475,7 +475,7 @@ _ADDRESSABLE = 2**63  # bytes; sizes are signed 64-bit integers
 def check_addressable(recipe: Recipe) -> None:
     parameters = recipe.model.account().parameter_count
     if parameters * recipe.precision.formats().master_bytes >= _ADDRESSABLE:
-        # The largest whole number among the model's fields is the likely mistake.
+        # Name the largest whole number among the model's fields: that is the likely mistake.
         sizes = {field.name: getattr(recipe.model, field.name) for field in dataclasses.fields(recipe.model)}
         name = max((name for name in sizes if type(sizes[name]) is int), key=lambda name: sizes[name], default="kind")
         rule = f"makes a model of {parameters:.1e} parameters, more bytes than there are addresses"
@@ -485,10 +485,10 @@ def check_addressable(recipe: Recipe) -> None:
 def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
     """Check that this host has at least the memory that training on its CPU needs; does not check GPU memory.
 
-    The bound is the sum of the processes, parameters, gradients, and the residual stream of one microbatch.
+    The needed bytes are those of processes, parameters, gradients, and one microbatch's tokens and residual stream.
 
     Args:
-        recipe: resolved.
+        recipe: a resolved recipe.
         processes: how many processes of the run start on this host.
     """
     if host.memory_bytes is None or recipe.cluster.accelerator != "cpu":
@@ -496,7 +496,7 @@ def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
     layout, local_fraction = recipe.layout, processes / recipe.layout.world
     process_bytes = processes * PROCESS_BYTES
     parameters = recipe.model.account().parameter_count
-    # Each copy of the model has every parameter and its gradient once.
+    # The processes of each replica together have every parameter and its gradient once.
     model_bytes = int(2 * recipe.precision.formats().master_bytes * parameters * layout.replicate * local_fraction)
     compute_bytes = recipe.precision.formats().compute_bytes
     tokens = recipe.microbatch * recipe.training.seq_len
@@ -521,6 +521,6 @@ def check_host_memory(recipe: Recipe, host: Host, *, processes: int) -> None:
 
 
 def _gib(count: int) -> str:
-    """Bytes in GiB as text; from a million GiB on in scientific notation."""
+    """Bytes as text in GiB; in scientific notation from a million GiB on."""
     gib = count / 2**30
     return f"{gib:,.1f} GiB" if gib < 1e6 else f"{gib:.1e} GiB"

@@ -1,4 +1,4 @@
-"""Configs of the groups that every recipe has one of: `training`, `cluster`, and what a recipe reads of `launch`."""
+"""The configs `Training` and `Cluster`, and the part of a launcher's config that a recipe reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from titanlab.costs import AUTO, Setting
 from titanlab.options import NOT_PRICED, OUTSIDE_STEP, option
 
-# The field changes neither the numbers of a run nor the time of its steps.
+# Metadata of a field that changes neither the numbers of a run nor the time of its steps.
 NEITHER = {"identity": False, **OUTSIDE_STEP}
 
 
@@ -81,7 +81,7 @@ class Training:
 
 
 def _fact(example: float) -> Any:
-    """A positive number that is a fact of the machines, or null; it is not part of the identity."""
+    """A field for a fact of the machines, a positive number or null; it is not part of a run's identity."""
     return field(default=None, metadata={"identity": False, "positive": True, "cure": f"try {example}, or null"})
 
 
@@ -132,9 +132,9 @@ class Cluster:
 
 
 class LaunchSettings(Protocol):
-    """The part of its launcher's config that a recipe reads; the config is a `titanlab.launch.contract.LaunchConfig`.
+    """The part of a `titanlab.launch.contract.LaunchConfig` that a recipe reads.
 
-    That contract documents the fields. It is in a package above this one, because its methods are about jobs.
+    `LaunchConfig` documents the fields. It is in a package above this one, because its methods are about jobs.
     """
 
     kind: str
@@ -150,7 +150,7 @@ class LaunchSettings(Protocol):
 
     @property
     def runs_here(self) -> bool:
-        """Whether jobs run on this host, so that its devices and memory are those of the cluster."""
+        """Whether jobs run on this host: then the cluster's devices and memory are this host's."""
         return False
 
     @property

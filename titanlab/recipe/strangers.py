@@ -1,13 +1,13 @@
 """Refuses settings that a config, perhaps from a stranger, must not have: code, variables, and settings without effect.
 
-Hydra calls whatever `_target_` names (callbacks, launchers, sweepers), and its logging whatever `class`, `()` and
-`ext://` name; `pkg://` in its search path imports a module. OmegaConf's `oc.env` reads any variable, and `oc.create`
-and `oc.decode` make configs from text. A recipe needs none of this. Hydra has its own list of blocked modules, but the
-list is incomplete and its error names another key.
+Hydra calls whatever code `_target_` names (callbacks, launchers, sweepers). Its logging calls what `class`, `()` and
+`ext://` name, and `pkg://` in its search path imports a module. OmegaConf's `oc.env` reads any environment variable;
+`oc.create` and `oc.decode` make configs from text. A recipe needs none of these. Hydra blocks some modules itself, but
+its list is incomplete, and its error names another key.
 
-titanlab reads these settings of Hydra: `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
-`${hydra:job.name}`), `hydra.mode` of a file and the texts of the help pages. Others would have no effect.
-`titanlab.sweep.request` checks `hydra.launcher`, because it knows the points.
+titanlab reads only these settings of Hydra: `hydra.searchpath`, `hydra.sweeper` of a sweep, `hydra.job.name` (as
+`${hydra:job.name}`), `hydra.mode` of a file and the texts of the help pages. Other settings would have no effect.
+`titanlab.sweep.request` checks `hydra.launcher`, because it knows the points of a sweep.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VARIABLES = (
 )
 """Environment variables that `${oc.env:NAME}` may read; none of them contains a secret."""
 _TARGET = "_target_"
-# Classes that Hydra's own logging configs name.
+# The classes that Hydra's own logging configs name, which are therefore allowed.
 _HANDLERS = ("StreamHandler", "FileHandler", "NullHandler", "Formatter", "Filter")
 _CLASSES = tuple(f"logging.{name}" for name in _HANDLERS)
 _STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
@@ -48,7 +48,7 @@ _CURE = "leave it out; code comes as an option of a package: docs/models-of-your
 _READ = ("searchpath", "sweeper", "launcher", "job.name", "help", "hydra_help")
 _FOLDER = "a run's folder is runs/SWEEP/NAME: give runs=FOLDER, sweep=NAME or name=NAME"
 _LOGS = "leave it out: a run has its logs in its own folder"
-# Advice by the first part of the key of a setting.
+# A setting of Hydra, or the first part of its key → the cure in the error about it.
 _CURES = {
     "run": _FOLDER,
     "sweep": _FOLDER,
@@ -65,13 +65,13 @@ _CURES = {
 _UNREAD = "is a setting of Hydra's that titanlab does not read"
 _LOGGING = ("hydra/job_logging", "hydra/hydra_logging")
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(HydraConf))
-# Values with which these settings have no effect in Hydra either.
+# Values with which a setting of Hydra has no effect in Hydra either: they are allowed.
 _UNSET: tuple[Any, ...] = (".", None, False, {}, [])
 
 
 def replace_resolvers() -> None:
     """Let OmegaConf read only the environment variables in `VARIABLES`, and never make a config from text."""
-    # The function has another name in OmegaConf 2.4.
+    # OmegaConf 2.3 has this function under an older name.
     is_old = omegaconf.__version__.startswith("2.3.")
     register: Any = OmegaConf.register_new_resolver if is_old else OmegaConf.register_resolver
     register("oc.env", _variable, replace=True)
@@ -80,11 +80,10 @@ def replace_resolvers() -> None:
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Check overrides by the rules for a YAML; Hydra itself reports overrides that it cannot read, and unknown
-    settings.
+    """Check overrides by the rules of `check_file`. Overrides that cannot be read are skipped: Hydra reports them.
 
     Raises:
-        ConfigError: an override names code, or a package to import, or a setting that titanlab does not read.
+        ConfigError: an override names code, a package to import, or a setting that titanlab does not read.
     """
     for text in overrides:
         key, _, typed = text.partition("=")
@@ -112,7 +111,7 @@ def check_file(content: Mapping[Any, Any], within: str, option: str, file: objec
     """Check that a YAML names no code, and sets no setting of Hydra that titanlab does not read.
 
     Args:
-        within: the group of which the YAML is an option.
+        within, option: the group that the YAML is an option of, and the option's name.
     """
     for path, value in _code(content, "", within_hydra=True):
         if within in [f"hydra/{name}" for name in _STARTERS]:
@@ -132,20 +131,20 @@ def check_file(content: Mapping[Any, Any], within: str, option: str, file: objec
 
 
 def chosen_groups(content: Mapping[Any, Any], file: object) -> Iterator[tuple[dict[Any, Any], Any, str]]:
-    """Each mapping in the defaults list of a YAML, with its key and the group that the key names."""
+    """Each `key: option` of a YAML's defaults list: the mapping, the key, and the group that the key names."""
     for entry in content.get("defaults") or []:
         for key in list(entry) if isinstance(entry, dict) else ():
             words = str("" if key is None else key).split()
             group = words[-1].lstrip("/") if words else ""
             if group in ("", "override", "optional"):
-                # Hydra would end with an error of Python's.
+                # Without this error Hydra would raise one of Python's own.
                 shown = f"{'' if key is None else key}: {entry[key]}"
                 raise ConfigError("defaults", shown, f"names no group: {file}", "write GROUP: OPTION")
             yield entry, key, group
 
 
 def _check_setting(name: str, value: Any, where: str = "") -> None:
-    """Check that titanlab reads a setting; Hydra reports settings that it does not have."""
+    """Check that titanlab reads a setting of Hydra; Hydra itself reports settings that do not exist."""
     of = [name] + [name[: dot.start()] for dot in re.finditer(r"\.", name)]
     if name.partition(".")[0] in _SETTINGS and not any(key in of for key in _READ):
         cure = next((text for key, text in _CURES.items() if key in of), "leave it out")
@@ -153,7 +152,7 @@ def _check_setting(name: str, value: Any, where: str = "") -> None:
 
 
 def check_size(text: str, file: object) -> None:
-    """Check that a YAML neither overflows the stack nor stands for more values than memory has room for."""
+    """Check that reading a YAML neither overflows the stack nor makes more values than fit into memory."""
     # Hydra reports files that cannot be read.
     with contextlib.suppress(yaml.YAMLError):
         if (reason := yaml_excess(text)) is not None:
@@ -161,7 +160,7 @@ def check_size(text: str, file: object) -> None:
 
 
 def check_search_path(entries: Any) -> None:
-    """Check that Hydra's search path names only packages with options of titanlab: Hydra imports them."""
+    """Check that Hydra's search path names only packages with options for titanlab, because Hydra imports packages."""
     if isinstance(entries, ChoiceSweep | list):
         for entry in entries.list if isinstance(entries, ChoiceSweep) else entries:
             check_search_path(entry)
@@ -173,7 +172,7 @@ def check_search_path(entries: Any) -> None:
 
 
 def _code(node: Any, path: str, *, within_hydra: bool) -> Iterator[tuple[str, Any]]:
-    """Keys, with their values, by which a config would run code."""
+    """The keys with which a config would run code, each with its value."""
     if isinstance(node, QuotedString | ChoiceSweep):
         node = node.text if isinstance(node, QuotedString) else node.list
     # A key of a mapping in an override may have quotes.
@@ -189,7 +188,7 @@ def _code(node: Any, path: str, *, within_hydra: bool) -> Iterator[tuple[str, An
 
 
 def own_start_error(key: str, value: str | None) -> ConfigError:
-    """The error of a config that replaces Hydra's launcher or sweeper."""
+    """The error for a config that replaces Hydra's launcher or sweeper."""
     rule = "would run the points by itself, and here all are planned and submitted together"
     launchers = " or ".join(f"launch={kind}" for kind in discover()["launch"])
     return ConfigError(key, value, rule, f"leave it out, and choose with {launchers}")

@@ -1,4 +1,4 @@
-"""The keys of torchtitan's job configs, and what each of them is here."""
+"""The keys of torchtitan's job configs, and what each of these keys is in titanlab."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ VERSION = "0.2.2"
 
 
 class TheirKey(NamedTuple):
-    """A key of torchtitan with a counterpart: its default, what it is here, and what differs.
+    """A key of torchtitan that has a counterpart: torchtitan's default, our counterpart, and what differs.
 
-    If `ours` is the name of one key that every recipe has, the value is copied.
+    If `ours` is the name of one key that every recipe has, the value of torchtitan's key is copied to it.
     """
 
     default: Any
@@ -157,7 +157,7 @@ WITHOUT_COUNTERPART = {
     "debug.deterministic_warn_only": "an operation without a deterministic form is an error",
     "debug.moe_force_load_balance": "the router always decides",
 }
-# Keys that older versions had under another name; an empty name: this version has none.
+# Name of a key in older versions of torchtitan → its name in `VERSION`; empty: `VERSION` has no such key.
 OLDER_KEYS = {
     "training.batch_size": "training.local_batch_size",
     "training.compile": "compile.enable",
@@ -170,10 +170,10 @@ OLDER_KEYS = {
     "experimental.pipeline_parallel_split_points": "parallelism.module_fqns_per_model_part",
     **dict.fromkeys(("job.print_args", "job.use_for_integration_test", "metrics.rank_0_only"), ""),
     **dict.fromkeys(("model.norm_type", "optimizer.fused", "checkpoint.interval_type"), ""),
-    # Its value is the converter `float8`.
+    # `VERSION` has the converter `float8` instead.
     "float8.enable_float8_linear": "",
 }
-# Sections in which older versions had keys → the sections that have keys of the same names now.
+# Section of older versions → the sections of `VERSION` that now have some of its keys, under the same names.
 OLDER_SECTIONS = {
     "training": ("parallelism", "lr_scheduler", "debug"),
     "experimental": ("parallelism",),
@@ -183,14 +183,14 @@ OLDER_SECTIONS = {
 
 
 def reason_without(name: str) -> str | None:
-    """Why a key has no counterpart; None: it has one, or torchtitan has no such key."""
+    """Why a key of torchtitan has no counterpart; None: it has one, or torchtitan has no such key."""
     if name in KEYS:
         return None
     return next((why for keys, why in WITHOUT_COUNTERPART.items() if fnmatch.fnmatchcase(name, keys)), None)
 
 
 def current_name(name: str) -> str | None:
-    """The name in this version of a key of any version; empty: it has none. None: torchtitan has no such key."""
+    """The name in `VERSION` of a key of any version; empty: `VERSION` has no such key. None: no version has the key."""
     section, _, key = name.partition(".")
     names = (name, *(f"{newer}.{key}" for newer in OLDER_SECTIONS.get(section, ())))
     known = (each for each in names if each in KEYS or reason_without(each) is not None)
