@@ -95,8 +95,9 @@ def test_where_a_key_may_be(tmp_path):
     assert has_key({**home, "WANDB_BASE_URL": "https://example.org"})
     (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password x\n")
     assert has_key(home)
-    (tmp_path / "other").write_text("broken [")
-    assert not has_key({**home, "NETRC": str(tmp_path / "other")})
+    for broken in (b"broken [", b"machine caf\xe9 login user password x\n"):
+        (tmp_path / "other").write_bytes(broken)
+        assert not has_key({**home, "NETRC": str(tmp_path / "other")})
     assert has_key({**home, "WANDB_IDENTITY_TOKEN_FILE": "x"})
 
 

@@ -69,7 +69,7 @@ def has_key(environ: Mapping[str, str]) -> bool:
     folder = Path(environ.get("HOME") or home() or "/")
     named = environ.get("NETRC")
     for path in [named] if named else [folder / ".netrc", folder / "_netrc"]:
-        with contextlib.suppress(OSError, netrc.NetrcParseError):
+        with contextlib.suppress(OSError, UnicodeDecodeError, netrc.NetrcParseError):
             if netrc.netrc(path).authenticators(host):
                 return True
     return False
