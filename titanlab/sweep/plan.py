@@ -114,7 +114,7 @@ def plan_study(
         # Raises an error if the cluster is too small, before any data is prepared.
         shape_of(recipe)
     check_runs(next(iter(recipes.values())).runs)
-    study = _named(request, checks, recipes, unfit)
+    study = _named(request, composer, checks, recipes, unfit)
     if request.control is not None:
         try:
             recipe = checks.planned(composer, request.control, [])
@@ -223,7 +223,9 @@ def sift(
     raise ConfigError("space", ",".join(keys_of(points)), rule, "change that, or sweep other values")
 
 
-def _named(request: Request, checks: Checks, recipes: Mapping[int, Recipe], unfit: Mapping[int, Unfit]) -> Study:
+def _named(
+    request: Request, composer: Composer, checks: Checks, recipes: Mapping[int, Recipe], unfit: Mapping[int, Unfit]
+) -> Study:
     """The study with a name for every run, without points that would be the same run as another."""
     # The sweep's name: the key `sweep`, else the name of the sweep's file, else a name derived from its space.
     first = next(iter(recipes.values()))
@@ -232,7 +234,9 @@ def _named(request: Request, checks: Checks, recipes: Mapping[int, Recipe], unfi
         name = request.option.rpartition("/")[2]
     elif name == SINGLE and request.space is not None:
         text = canonical_text([request.space, [expression.text for expression in request.where], request.repeats])
-        name = f"{first.name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+        # Without the points: the same command gives the same folder, whichever of them can run.
+        common = composer.plain_value({}, "name") or first.name
+        name = f"{common}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     planned: list[PlannedRun] = []
     dropped: list[Dropped] = []
     known: dict[str, str] = {}

@@ -98,6 +98,8 @@ def test_a_recipe_may_be_swept_and_may_sweep_all_else():
     found = plan("+recipe=llama3_1_8b_8gpus_cpu,llama3_1_70b_32gpus_cpu", "seed=0,1")
     assert labels(found)[::2] == ["llama3_1_8b_8gpus_cpu-seed0", "llama3_1_70b_32gpus_cpu-seed0"]
     assert [each.recipe.layout.label for each in found.planned[::2]] == ["dp_s2", "dp_s2·tp2"]
+    # The folder has no recipe's name: it stays the same if the first of them cannot run any more.
+    assert re.fullmatch(r"run-[0-9a-f]{6}", found.name)
 
 
 @pytest.mark.full
