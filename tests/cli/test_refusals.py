@@ -153,6 +153,12 @@ model=llama_2m precision=[bf16,fp32] ⇒ precision=[bf16,fp32]: is two options o
 -sc install=bash ⇒ --shell-completion=data=synthetic install=bash: would replace the completion of all verbs; try eval "$(titanlab completion bash)"
 -m --run ⇒ arguments=data=synthetic -m --run: --run and --multirun do not go together; choose one of them
 -m --info ⇒ arguments=data=synthetic -m --info: --multirun and --info do not go together; choose one of them
+~hydra.output_subdir ⇒ hydra.output_subdir=: is a setting of Hydra's that titanlab does not read; leave it out: a run has its recipe in config.yaml of its folder
+hydra.mode=MULTIRUN ⇒ hydra.mode=MULTIRUN: is a setting of Hydra's that titanlab does not read; add -m for several points, or use titanlab sweep
+hydra/job_logging=default ⇒ hydra/job_logging=default: is a setting of Hydra's that titanlab does not read; leave it out: a run has its logs in its own folder
++hydra.callbacks.x.of=mine ⇒ hydra.callbacks.x.of=mine: is a setting of Hydra's that titanlab does not read; leave it out: nothing calls them here
+'hydra={run:{dir:x}}' ⇒ hydra={run:{dir:x}}: is a setting of Hydra's that titanlab does not read; leave it out: titanlab train --help has the keys of a recipe
+cluster.efficiencies.x=1 ⇒ cluster.efficiencies.x=1: is not a key of this recipe; new keys of cluster.efficiencies are added with a plus: +cluster.efficiencies.x=…
 hydra.run.dir=/tmp/x ⇒ hydra.run.dir=/tmp/x: is a setting of Hydra's that titanlab does not read; a run's folder is runs/SWEEP/NAME: give runs=FOLDER, sweep=NAME or name=NAME
 +hydra.callbacks.x._target_=os.system ⇒ hydra.callbacks.x._target_=os.system: names code, and a config never runs any; leave it out; code comes as an option of a package: docs/models-of-your-own.md
 'hydra.searchpath=[pkg://antigravity]' ⇒ hydra.searchpath=pkg://antigravity: would import a module, and a config never runs code; give a folder, or install a package with options: docs/models-of-your-own.md
