@@ -105,7 +105,9 @@ def test_a_smaller_model_has_blocks_of_both_sorts(every, reduced):
     notes = []
     made = SelectiveLayer(every=every, keep=True).reduced(note=notes.append)
     assert made == SelectiveLayer(every=reduced, keep=True)
-    assert notes == ([] if every == reduced else [f"ac.every={every} is more than the blocks allow: 2"])
+    assert notes == (
+        [] if every == reduced else [f"ac.every={every} is more than the reduced model's blocks, and becomes 2"]
+    )
 
 
 def test_the_account_of_a_budget_lies_between_a_blocks_input_and_all_that_autograd_keeps():

@@ -174,7 +174,7 @@ tracker.wandb.project=3 ⇒ tracker.wandb.project=3: is a key only if tracker is
 name='${oc.decode:"{a: 1}"}' ⇒ name=${oc.decode:"{a: 1}"}: cannot be read as an override; quote it: "name='${oc.decode:"{a: 1}"}'"
 data.document_mask=true model=llama_2m model.attention=cudnn launch=slurm cluster=h100 precision=bf16 ⇒ model.attention=cudnn: cannot mask documents with context=1, and data.document_mask is on; try auto
 launch=slurm cluster=h100 model.attention=flash ⇒ model.attention=flash: computes in 16 bits only on a GPU; try precision=bf16, or auto
-launch=slurm cluster=h100 data.document_mask=true model.dim=32 ⇒ model.attention=auto: is FlexAttention with data.document_mask, which on a GPU needs heads of 16 or more, and this model's have 8; try efficient
+launch=slurm cluster=h100 data.document_mask=true model.dim=32 ⇒ model.attention=auto: with data.document_mask is FlexAttention, which on a GPU needs a head_dim of at least 16; this model has 8; try efficient
 launch=slurm cluster=h100 parallelism.tensor=2 parallelism.async_tensor=true ⇒ parallelism.async_tensor=true: is done by inductor, and the blocks are not compiled; try compile=block
 launch=slurm cluster=h100 parallelism.tensor=2 parallelism.async_tensor=true compile=block compile.backend=aot_eager ⇒ parallelism.async_tensor=true: is done by inductor, and aot_eager compiles the blocks; try compile.backend=inductor
 launch=slurm cluster=h100 parallelism.tensor=2 parallelism.async_tensor=true compile=block parallelism.sequence_parallel=false ⇒ parallelism.async_tensor=true: interleaves gathers and scatters of sequences, and sequence_parallel=false has none; try parallelism.sequence_parallel=true

@@ -407,7 +407,7 @@ def _model(recipe: Recipe, sizes: Sizes, notes: list[str]) -> ModelConfig:
         notes.append(f"model={model.kind} is not reduced, and keeps {count:,} parameters")
         reduced = model
     if reduced.attention not in _CPU_KERNELS:
-        notes.append(f"model.attention={reduced.attention} needs a GPU: auto")
+        notes.append(f"model.attention={reduced.attention} needs a GPU, and becomes auto")
         reduced = replace(reduced, attention="auto")
     return reduced
 

@@ -217,8 +217,10 @@ def _attention(recipe: Recipe) -> None:
         raise ConfigError("model.attention", backend, rule, "try auto")
     width = recipe.model.account().head_dim
     if backend == "auto" and recipe.layout.context == 1 and width < _NARROWEST_FLEX:
-        rule = f"is FlexAttention with data.document_mask, which on a GPU needs heads of {_NARROWEST_FLEX} or more"
-        raise ConfigError("model.attention", backend, f"{rule}, and this model's have {width}", "try efficient")
+        rule = (
+            f"with data.document_mask is FlexAttention, which on a GPU needs a head_dim of at least {_NARROWEST_FLEX}"
+        )
+        raise ConfigError("model.attention", backend, f"{rule}; this model has {width}", "try efficient")
 
 
 def splits_backward(recipe: Recipe) -> bool:

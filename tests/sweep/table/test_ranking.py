@@ -10,8 +10,8 @@ import re
 import pytest
 
 from tests.sweep.table.plain import row
-from titanlab.sweep import notes_of, rank, ranking_lines, sentence_of
-from titanlab.sweep.ranking import drift_of, percent
+from titanlab.sweep import notes_of, percent, rank, ranking_lines, sentence_of
+from titanlab.sweep.ranking import drift_of
 
 # Noise of a run: the standard deviation of the logarithm of tokens/s. Equal recipes on a shared host of two cores differed
 # by 3 to 6 % in quiet minutes, and by 20 to 31 % while seven others computed (AMD EPYC, 2026-11-24).

@@ -86,7 +86,7 @@ class SelectiveLayer(ACConfig):
     def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
         if self.every <= _LEAST_BLOCKS:
             return self
-        note(f"ac.every={self.every} is more than the blocks allow: {_LEAST_BLOCKS}")
+        note(f"ac.every={self.every} is more than the reduced model's blocks, and becomes {_LEAST_BLOCKS}")
         return replace(self, every=_LEAST_BLOCKS)
 
     @property
