@@ -44,7 +44,7 @@ _TYPES = {
     "parallelism.module_fqns_per_model_part": list[Annotated[list[str], msgspec.Meta(min_length=1)]],
 }
 _C4_TEST = "tests/assets/c4_test"
-# Numbers of streams to choose from for C4, the default first. The data-parallel processes must divide the number.
+# Possible numbers of streams for C4, the default first. It must be a multiple of the number of data-parallel processes.
 _STREAMS = (24, 128, 96, 768)
 # GPUs for which the recipe is checked, whatever this host has: the second for mxfp8, else the first.
 _DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA B200")

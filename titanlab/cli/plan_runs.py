@@ -27,7 +27,7 @@ OUT = "--out"
 # Only a file whose first comment begins with one of these words may be replaced.
 CALIBRATED, MEASURED = "Calibrated", "Measured"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# How many of the runs that are left out are named for each reason.
+# For each reason why runs are left out, the output names this many of them.
 _NAMED = 3
 SWEEP = "measure"
 # The measuring job trains the smallest model for one step; its profiler measures before that step.

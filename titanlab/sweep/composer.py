@@ -45,7 +45,7 @@ class Composer:
         self._whole: dict[Choices, Composed | ConfigError] = {}
         self._groups = discover()
         self._root = schema_node(Recipe)
-        # All that determines a recipe's field → the field. Keys contain `id`s of configs, which `_whole` keeps alive.
+        # Everything that determines a field → the field. Keys contain `id`s of configs; `_whole` keeps these alive.
         self._made: dict[tuple[Any, ...], Any] = {}
         self._references: dict[tuple[str, int], frozenset[str] | None] = {}
         self._numbers = {canonical_text(point): number for number, point in enumerate(points)}
@@ -57,7 +57,7 @@ class Composer:
         return self._loader.is_group(key)
 
     def option(self, point: Values, group: str) -> Any:
-        """The option of a group that a point has, or None. ConfigError: the point's options do not compose."""
+        """The option that a point has for a group; None: it has none. ConfigError: its options do not compose."""
         return point[group] if group in point else self._parts(point)[0].choices.get(group)
 
     def recipe(self, point: Values) -> Recipe:
@@ -78,7 +78,7 @@ class Composer:
                     own = [(path, value) for path, value in values if path.partition(".")[0] == name]
                     self._made[key] = self._field(name, nodes.get(name), composed.config, own)
             if key not in self._made:
-                # The field refers to other fields, or is wrong: compose the whole recipe, or raise its error.
+                # The field refers to other fields, or is wrong: compose the whole recipe, which raises the error.
                 try:
                     recipe = self._whole_recipe(point)
                 except ConfigError as error:

@@ -29,7 +29,7 @@ from titanlab.system import aligned, counted, duration, grouped
 ERROR = 0.04
 _DRIFT_ERROR = 0.05
 COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory_gib"}
-# Text in `mfu_convention` if an MFU divides by a peak that its run measured: such MFUs do not compare.
+# Text in `mfu_convention` if the MFU's peak was measured by the run itself: such MFUs cannot be compared.
 MEASURED_PEAK = "measured on this CPU"
 OWN_PEAK = "its MFU is a share of a peak that each run measured by itself; rank by tokens/s (--by tps)"
 _OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
@@ -43,7 +43,7 @@ _UNMEASURED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How many percent better one figure is than another (for memory: less); negative if it is worse.
+    """How many percent better one figure is than another (less memory is better); negative if it is worse.
 
     Attributes:
         interval_percent: the 95 % interval; None if the noise is unknown.
@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(Change):
-    """The change of the control's figure from its first run's start to its last run's, on a fitted straight line.
+    """The change of the control's figure between the starts of its first and its last run, on a fitted straight line.
 
     Attributes:
         seconds: the time between these two starts.
@@ -401,7 +401,7 @@ def drift_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
-    """The standard deviation of a run's logarithm, pooled over all repeats, and its degrees of freedom.
+    """The standard deviation of the logarithm of a run's figure, pooled over all repeats, and its degrees of freedom.
 
     Recipes above the memory limit count too: their repeats show the noise as well as those of other recipes.
     """
@@ -562,7 +562,7 @@ def _control_line(ranking: SweepRanking, control: RankedRecipe) -> str:
 
 
 def _unfair(ranking: SweepRanking) -> list[str]:
-    """Notes on recipes whose tokens/s do not compare."""
+    """Notes for the reader if the recipes' tokens/s cannot be compared directly."""
     notes = []
     if len({entry.group.world for entry in ranking.ranked}) > 1:
         whole = {entry.label: (entry.centre or 0.0) * entry.group.world for entry in ranking.ranked}

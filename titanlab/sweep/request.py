@@ -295,7 +295,7 @@ def _check_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
     nodes = [
         (
             schema_node(Recipe if schema.option is None else schema.option.schema),
-            # Not the given key: if several options are chosen, the given key contains the option's name.
+            # Do not use the given key: if several options are chosen, it contains the option's name.
             schema.name if schema.option is None else schema.name.removeprefix(f"{schema.option.group}."),
         )
         for schema in known

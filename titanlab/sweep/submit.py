@@ -189,7 +189,7 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
 
 
 def _check_name(folder: SweepFolder, study: Study) -> None:
-    """Check that the folder belongs to this sweep: to its file, or to the keys that its command line sweeps."""
+    """Check that the folder is new, or is of this sweep: of the same sweep file, or of the same swept keys."""
     manifest = folder.manifest()
     if not manifest:
         return
