@@ -26,8 +26,8 @@ from titanlab.system import Console, read_text, write_text
 
 # torchtitan's families of models → the prefixes of titanlab's options for them.
 _FAMILIES = {"llama3": ("llama3_1_",), "llama2": ("llama2_",), "qwen3": ("qwen3_", "qwen3_moe_")}
-# torchtitan's models whose sizes no option of titanlab has: the nearest option, and the sizes to set.
 _SMALL = {"dim": 256, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn_dim": 3072}
+# torchtitan's models whose sizes no option of titanlab has → the nearest option, and the sizes to set.
 _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3 debugmodel": (
         "debug",

@@ -88,7 +88,7 @@ def _varied(text: str) -> dict[str, list[str]]:
 def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
     """Plan for the recipe's machine, or for each that --vary names."""
     clusters = args.vary.pop("cluster", [])
-    # Groups that cannot vary stay empty here, and `plan` refuses them.
+    # A group that cannot vary gets no options here: `plan` refuses the group itself.
     vary = {
         group: [getattr(_recipe([*args.rest, f"{group}={option}"]), group) for option in options if group in VARIED]
         for group, options in args.vary.items()

@@ -126,7 +126,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
 
 
 def check_out(path: Path) -> None:
-    """Check that a cluster file can be written there, and that `cluster=NAME` then finds it."""
+    """Check that a cluster file can be written at this path, and that `cluster=NAME` then finds the file."""
     example = Path(path.parent, "cluster", f"{path.stem or 'mine'}.yaml")
     if path.suffix != ".yaml" or not _NAME.fullmatch(path.stem):
         raise ConfigError(OUT, path, "is not the name of a cluster file", f"try {Path(path.parent, 'mine.yaml')}")

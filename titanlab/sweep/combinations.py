@@ -112,7 +112,7 @@ class Combinations:
         self._composer: Composer | None = None
 
     def point(self, words: Sequence[str]) -> Values:
-        """The values, by key, that names of techniques and other overrides set.
+        """The values that words set, by key. A word is the name of a technique, or an override.
 
         Raises:
             ConfigError: a word is neither a technique nor an override, or asks for several recipes.

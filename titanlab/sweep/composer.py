@@ -32,8 +32,8 @@ _REFERENCE = re.compile(r"\$\{(?:(\w+)(?:\.\w+)*\})?")
 class Composer:
     """Composes the points of one sweep.
 
-    Points with the same option of a group and the same values in it share one object, because creating one takes
-    milliseconds: configs are never changed after their creation.
+    Points with the same option of a group and the same values in it share one config object: creating one takes
+    milliseconds, and configs are never changed after their creation.
 
     Args:
         loader: Hydra, with the overrides that all points share.
@@ -92,7 +92,7 @@ class Composer:
         return Recipe(**{name: self._made[key] for name, key in keys.items()})
 
     def plain_value(self, point: Values, key: str) -> Any:
-        """A point's value of a key, before the recipe is made and checked; None: there is none, or nothing composes."""
+        """A point's value of a key, before the recipe is checked; None: no value, or the point does not compose."""
         with contextlib.suppress(ConfigError, OmegaConfBaseException):
             config, composed = self._config(point)
             with self._loader.answers_hydra(composed):

@@ -59,7 +59,7 @@ class Dropped:
 
 
 class Unfit(Exception):
-    """Raised if a point is dropped; `stage` is that of `Dropped`."""
+    """Raised if a point is dropped; `stage` has the values of `Dropped.stage`."""
 
     def __init__(self, stage: str, reason: ConfigError | str) -> None:
         self.stage = stage
@@ -275,7 +275,7 @@ def _named(
 
 @contextlib.contextmanager
 def _stage(name: str) -> Iterator[None]:
-    """Turn a ConfigError into Unfit, with which the named stage drops a point."""
+    """Turn a ConfigError into Unfit: the point is then dropped, with this name as the stage."""
     try:
         yield
     except ConfigError as error:

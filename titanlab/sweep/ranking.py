@@ -24,8 +24,8 @@ from titanlab.sweep.listing import RecipeRuns, Row, groups, runs, state_word
 from titanlab.sweep.reconcile import ACTIVE
 from titanlab.system import aligned, counted, duration, grouped
 
-# The probability of a wrong statement, for all statements about one sweep together. The promise is 5 %; the remaining 1
-# % is for noise that is not quite normal.
+# The probability that any of the statements about one sweep is wrong. The promise above is 5 %; the difference is a
+# reserve, because noise is not quite normal.
 ERROR = 0.04
 _DRIFT_ERROR = 0.05
 COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory_gib"}
@@ -253,7 +253,7 @@ class SweepRanking:
 
 
 def _entry(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRecipe:
-    """The entry of a recipe before it gets a place, or with the reason why it gets none."""
+    """The entry of a recipe that is not ranked yet; `left_out` is the reason if it cannot be ranked."""
     done = [row for row in group.rows if row["outcome"] == "done"]
     memory = max(_positive(done, "memory_gib"), default=None)
     counting = _counting(group, by)
@@ -303,7 +303,7 @@ def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees:
     first, last = min(moments, default=0.0), max(moments, default=0.0)
     if last <= first:
         return None
-    # Time from the first control (0) to the last (1): the slope is the total change.
+    # Scale times: 0 is the control's first run, 1 its last run. The slope is then the total change.
     times = [(time - first) / (last - first) for time in moments]
     values = [math.log(row[column]) for row in started]
     slope, start = statistics.linear_regression(times, values)
@@ -371,7 +371,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
     drift = None
     if control is not None:
-        # The noise of all other recipes: its deviation and its degrees of freedom.
+        # The noise of all recipes but the control: its standard deviation, and the degrees of freedom.
         others, free = _pooled(entries)
         squares = (others or 0.0) ** 2 * free
         drift = drift_of(_counting(control.group, by), COLUMN_OF[by], squares=squares, degrees=free)

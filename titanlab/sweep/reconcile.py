@@ -100,7 +100,7 @@ def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States)
     return "ended", result.kind.value if result is not None else None
 
 
-# Outcomes for which the scheduler's word counts more than a process's exit code.
+# If the scheduler reports one of these outcomes, its report counts more than a process's exit code.
 _KNOWN = (OutcomeKind.OOM, OutcomeKind.WALLTIME, OutcomeKind.NODE_FAIL)
 # Outcomes of runs that were asked to stop.
 _ASKED = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME, OutcomeKind.CANCELLED)
@@ -218,7 +218,7 @@ def _record(
         # The outcome was written before the scheduler knew the reason.
         outcome = replace(outcome, kind=end.kind, cause=end.cause, echo=False)
     if result is not None and outcome.kind.automatic and (cancelled_by := run.asked_to_cancel()) is not None:
-        # The job was cancelled between its requeue and its next attempt: the result is of the attempt before.
+        # The job was cancelled between its requeue and its next attempt: the result is that of the earlier attempt.
         outcome = replace(outcome, kind=OutcomeKind.CANCELLED, cause=f"{cancelled_by} before it went on")
     is_oom = outcome.kind is OutcomeKind.OOM
     # Keep an OOM outcome with a traceback: its process ran out of memory before the scheduler killed anything.
@@ -271,5 +271,5 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
 
 
 def _says_why(outcome: Outcome) -> bool:
-    """Whether an outcome says more than an exit code, and no failure of another rank caused it."""
+    """Whether an outcome says more than an exit code, and is not a consequence of another rank's failure."""
     return not outcome.echo and (outcome.traceback is not None or outcome.kind is not OutcomeKind.CRASH)

@@ -128,7 +128,7 @@ def wrong_path(patch: str) -> str | None:
 
 _SECONDS = 300.0
 _SUFFIXES = (".py", ".yaml", ".yml", ".csv", ".json", ".txt", ".toml", ".typed")
-# Run nothing that the repository configures: no hook, no file monitor, no command of an attribute.
+# Run nothing that the repository configures: no hook, no file monitor, no command of a git attribute.
 _INERT = (
     *("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"),
     *("-c", "protocol.allow=never", "-c", "submodule.recurse=false"),

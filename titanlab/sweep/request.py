@@ -103,7 +103,7 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None, *, meas
     base = loader.base()
     _check_plugins(base)
     node = base.hydra.sweeper
-    # Without a space, the sweeper is Hydra's own.
+    # Without a space, the node of the sweeper is Hydra's own, which lacks these keys.
     settings: Any = {"space": None, "where": None, "repeats": 1, "control": None}
     if has_space := OmegaConf.get_type(node) is SweepSpace:
         settings = OmegaConf.to_container(node, resolve=False)

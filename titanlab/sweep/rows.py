@@ -196,7 +196,7 @@ def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config
     """The code, hosts and cores of an attempt, and whether it had more processes than cores.
 
     Args:
-        env: the attempt's env.json; None: no attempt has begun. Parts are missing if all processes died at the start.
+        env: the attempt's env.json; None: not begun. Parts are missing if all processes died before the attempt began.
         job: the attempt's job.json; empty: no scheduler assigned nodes.
     """
     code, host, packages = ((env or {}).get(section) or {} for section in ("code", "host", "packages"))
@@ -223,13 +223,13 @@ def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config
 _UNWANTED = ("where", "duplicate")
 Job = tuple[Submission, int]
 """A submission, and the index of a run in it."""
-# The files of an attempt's start: config.yaml, env.json (None: missing) and job.json (empty: missing).
+# What an attempt writes at its start: config.yaml, env.json (None: missing) and job.json (empty: missing).
 _Attempt = tuple[Mapping[str, Any], Mapping[str, Any] | None, Mapping[str, Any]]
 
 
 @dataclass
 class SweepTable:
-    """The rows of one sweep, to be computed repeatedly while it runs: files that cannot change are read once.
+    """The rows of one sweep, computed again and again while the sweep runs: files that cannot change are read once.
 
     Args:
         code: fingerprint of the present code; None: no run is marked as stale.
@@ -346,7 +346,7 @@ class SweepTable:
             env = run.env(attempt) if attempt else None
             made_by = (run.job(attempt) if attempt else None) or {}
             if attempt and (env is None or (by_job and not made_by)):
-                return config, env, made_by  # Do not keep it: the missing files are about to be written.
+                return config, env, made_by  # Do not cache them: the missing files are about to be written.
             self._attempts[key] = config, env, made_by
         return self._attempts[key]
 

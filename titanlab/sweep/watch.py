@@ -258,7 +258,7 @@ class RunWatch:
             self._due = -float("inf")
             return True, ""
         status = self._run.known_status()
-        # A job may put itself back into the queue after an automatic end.
+        # After an automatic end, such as a preemption, a job may put itself back into the queue.
         if status is not None and status.state == "ended" and status.outcome not in _AUTOMATIC:
             return False, f"ended: {status.outcome}"
         if self._clock() >= self._due:
