@@ -66,7 +66,7 @@ class Arguments(argparse.ArgumentParser):
         raise ConfigError("arguments", self._command_line, message, f"see `{self.prog} --help`")
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help; raises an error if the disk is full, which argparse would hide."""
+        """Print the help. Unlike argparse's own method, this raises an error if the disk is full."""
         print(self.format_help(), end="", file=file)
 
 

@@ -73,7 +73,7 @@ def _words(line: str) -> Sequence[str]:
         flags = {*_HYDRA_FLAGS, *(flags if verb == "sweep" else [FROM, "--dry-run"])}
     if takes_recipe:
         options = {name: action for action in flag_parser()._actions for name in action.option_strings} | options
-    # The complete words before the cursor: values of options, by name of their variable, and the others.
+    # Sort the words before the cursor. values: variable of an option → the option's value. others: all other words.
     values: dict[str, str] = {}
     others: list[str] = []
     pending = ""  # The variable of the last word, if that word is an option whose value is missing.
@@ -125,7 +125,7 @@ def _run_names(runs: str) -> list[str]:
 
 
 def _hydra(config_flags: Sequence[str], overrides: Sequence[str], current: str) -> Sequence[str]:
-    """The completions that Hydra finds, with flags that say where configs are and the overrides before the cursor."""
+    """The completions that Hydra finds; `config_flags` say where configs are, `overrides` stand before the cursor."""
     # Hydra splits the line at spaces, and fails at flags that it does not know.
     os.environ["COMP_LINE"] = " ".join(["titanlab", *(text for text in overrides if " " not in text), current])
     output = io.StringIO()

@@ -100,7 +100,7 @@ def answer(flags: Flags) -> None:
             overrides = [as_typed(with_combination(override)) for override in flags.overrides]
             sys.argv = ["titanlab train", *overrides, *flags.flags]
             with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-                # These flags never call the function.
+                # With these flags, Hydra never calls the decorated function, which is `print` here.
                 hydra.main(config_path=str(conf_folder()), config_name="config", **VERSION_BASE)(print)()
     except SystemExit as end:
         if end.code not in (None, 0):

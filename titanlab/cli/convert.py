@@ -26,8 +26,8 @@ from titanlab.system import Console, read_text, write_text
 
 # torchtitan's families of models → the prefixes of titanlab's options for them.
 _FAMILIES = {"llama3": ("llama3_1_",), "llama2": ("llama2_",), "qwen3": ("qwen3_", "qwen3_moe_")}
-# torchtitan's models whose sizes no option of titanlab has: the nearest option, and the sizes to set.
 _SMALL = {"dim": 256, "layers": 8, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn_dim": 3072}
+# torchtitan's models whose sizes no option of titanlab has → the nearest option, and the sizes to set.
 _SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3 debugmodel": (
         "debug",
@@ -44,7 +44,7 @@ _TYPES = {
     "parallelism.module_fqns_per_model_part": list[Annotated[list[str], msgspec.Meta(min_length=1)]],
 }
 _C4_TEST = "tests/assets/c4_test"
-# Numbers of streams to choose from for C4, the default first. The data-parallel processes must divide the number.
+# Possible numbers of streams for C4, the default first. It must be a multiple of the number of data-parallel processes.
 _STREAMS = (24, 128, 96, 768)
 # GPUs for which the recipe is checked, whatever this host has: the second for mxfp8, else the first.
 _DEVICES = ("NVIDIA H100 80GB HBM3", "NVIDIA B200")

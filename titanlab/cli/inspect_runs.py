@@ -96,7 +96,7 @@ def _chosen(run: RunFolder, rank: int | None, *, is_followed: bool) -> dict[int,
 def _lines(
     run: RunFolder, logs: Mapping[int, Path], ends: Mapping[int, int], args: Namespace, fits: Fits
 ) -> Iterable[Line]:
-    """The lines up to `ends` that match the pattern, by time: of all attempts or of one, all or only the last ones."""
+    """The lines up to `ends` that match the pattern, ordered by time; `args` may ask for one attempt, or a tail."""
     of_ranks = []
     for rank, path in logs.items():
         parts = log_parts(run, rank, path) if args.attempt is None else [part_of(run, rank, path, args.attempt)]
@@ -156,7 +156,7 @@ def _follow(run: RunFolder, rank: int | None, ends: Mapping[int, int], fits: Fit
 
 def _without_logs(run: RunFolder) -> str:
     nothing = f"{run.path.name}: no rank has printed anything"
-    # The output of the tasks of the run's jobs, the latest job first.
+    # Look for files with the output of the run's jobs, the latest job first.
     sweep, files = run.path.parent, list[Path]()
     for submission in reversed(submissions(sweep)):
         if run.path.name in submission.runs:

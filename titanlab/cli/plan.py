@@ -66,7 +66,7 @@ def plan_verb(args: Namespace) -> int:
                 code = _explain(for_planning(recipe, stands=True), args, console)
             else:
                 code = _plan(recipe, args, console)
-        # Else Python looks through all small objects of the search when it exits, which takes a tenth of a second.
+        # Without this line, Python would look through all objects of the search at its exit, for a tenth of a second.
         gc.freeze()
     return code
 
@@ -88,7 +88,7 @@ def _varied(text: str) -> dict[str, list[str]]:
 def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
     """Plan for the recipe's machine, or for each that --vary names."""
     clusters = args.vary.pop("cluster", [])
-    # Groups that cannot vary stay empty here, and `plan` refuses them.
+    # A group that cannot vary gets no options here: `plan` refuses the group itself.
     vary = {
         group: [getattr(_recipe([*args.rest, f"{group}={option}"]), group) for option in options if group in VARIED]
         for group, options in args.vary.items()
@@ -117,7 +117,7 @@ def _plan(recipe: Recipe, args: Namespace, console: Console) -> int:
 
 
 def _check(args: Namespace) -> None:
-    # `is not False`, because a flag with the value 0 is given, and 0 equals False.
+    # Compare with `is not`: 0 equals False, but a flag with the value 0 is given.
     given = {name: value for name, value in vars(args).items() if value not in (None, "") and value is not False}
     kind, *others = [name for name in _TAKES if name in given] or [""]
     if others:

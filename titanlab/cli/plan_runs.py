@@ -27,7 +27,7 @@ OUT = "--out"
 # Only a file whose first comment begins with one of these words may be replaced.
 CALIBRATED, MEASURED = "Calibrated", "Measured"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# How many of the runs that are left out are named for each reason.
+# For each reason why runs are left out, the output names this many of them.
 _NAMED = 3
 SWEEP = "measure"
 # The measuring job trains the smallest model for one step; its profiler measures before that step.
@@ -126,7 +126,7 @@ def measure(arguments: Sequence[str], *, out: Path | None) -> int:
 
 
 def check_out(path: Path) -> None:
-    """Check that a cluster file can be written there, and that `cluster=NAME` then finds it."""
+    """Check that a cluster file can be written at this path, and that `cluster=NAME` then finds the file."""
     example = Path(path.parent, "cluster", f"{path.stem or 'mine'}.yaml")
     if path.suffix != ".yaml" or not _NAME.fullmatch(path.stem):
         raise ConfigError(OUT, path, "is not the name of a cluster file", f"try {Path(path.parent, 'mine.yaml')}")

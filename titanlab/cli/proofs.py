@@ -82,7 +82,7 @@ class ProofCandidates:
 
 
 def choose(arguments: Sequence[str], runs: str) -> ProofCandidates:
-    """The recipes of overrides, of a recipe's or a sweep's name, or of a sweep that was submitted."""
+    """The recipes that arguments describe: overrides, a name of a recipe or a sweep in conf, or a submitted sweep."""
     first, *rest = arguments
     if not is_name(first):
         return _of_command_line(arguments)
@@ -119,7 +119,7 @@ def is_name(argument: str) -> bool:
 
 
 def override_of(name: str, error: ConfigError) -> str:
-    """The override for the name of a recipe or a sweep of `conf`; raises the error if there is none."""
+    """The override that chooses the recipe or the sweep of this name in `conf`; raises `error` if there is none."""
     for group in ("recipe", "sweeps"):
         if (conf_folder() / group / f"{name}.yaml").is_file():
             return f"+{group}={name}"
@@ -162,7 +162,7 @@ def _of_command_line(arguments: Sequence[str]) -> ProofCandidates:
 
 
 def _without_repeats(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first candidate of each recipe, without its repeats: they train the same, and so may the control."""
+    """The first candidate of each recipe. Its repeats train the same, and so may the sweep's control: omit these."""
     kept: dict[Recipe, Candidate] = {}
     for each in sorted(candidates, key=lambda each: each.recipe.repeat):
         kept.setdefault(replace(each.recipe, name="", repeat=0), each)
@@ -260,7 +260,7 @@ def _runs(names: Sequence[str], runs: str) -> tuple[RunFolder, RunFolder] | None
     if not others:
         return found[names[0]], found[names[1]]
     for known in found:
-        # A run may have the name of the recipe from which it was started.
+        # A run may have the name of a recipe: then the two arguments may mean two recipes.
         if not (conf_folder() / "recipe" / f"{known}.yaml").is_file():
             rule, cure = f"is not a finished run, and {known} is one", "compare two runs, or two recipes"
             raise ConfigError("run", others[0], rule, cure)

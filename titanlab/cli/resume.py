@@ -114,7 +114,7 @@ def _branched(parent: RunFolder, checkpoint: Place, overrides: Sequence[str]) ->
     for key, _, value in (override.partition("=") for override in overrides):
         if key in _FIXED:
             raise ConfigError(key, value, f"follows from {FROM}", "leave it out")
-    # A real path: it is part of the new run's identity, and must be the same at the next start.
+    # Resolve links: the path is part of the new run's identity, and must be the same at the next start.
     start = {"load_from": str(checkpoint.resolve() if isinstance(checkpoint, Path) else checkpoint)}
     begun = {**config, "init_from": None, "init_from_exclude": [], "checkpoint": {**config["checkpoint"], **start}}
     before = from_mapping(config)

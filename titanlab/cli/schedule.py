@@ -24,7 +24,7 @@ from titanlab.techniques.schedule.plot import draw, rows
 ALL = "all"
 # The largest product of stages and microbatches; a larger timeline would take minutes.
 LIMIT = 500_000
-# The largest ratio of the longest to the shortest duration: a picture's column is a fraction of the shortest.
+# The longest duration may be this many times the shortest. Columns of a picture are fractions of the shortest duration.
 PROPORTION = 1000
 TIMES = ("forward", "backward", "input", "weight", "transfer")
 # Texts in errors about a recipe, and their replacements in errors of this command.
@@ -38,7 +38,7 @@ _MOST_LISTED = 8  # With more ranks, not all peaks are listed.
 
 
 class Made:
-    """A schedule's timeline for some ranks and microbatches, and the texts that are printed of it."""
+    """A schedule's timeline for some ranks and microbatches, and the texts that are printed about the timeline."""
 
     def __init__(self, kind: str, timeline: Timeline, microbatches: int) -> None:
         self.kind, self.timeline = kind, timeline
@@ -126,7 +126,7 @@ def _fields(kind: str) -> set[str]:
 
 
 def _make(kind: str, args: Namespace, durations: Mapping[Kind, float]) -> Made:
-    """Make one schedule; if the user has named it, a flag that it does not use is a mistake."""
+    """Make one schedule. If the user named it, a flag that this schedule does not use raises a ConfigError."""
     schema: Any = discover()["schedule"][kind].schema
     fields, values = _fields(kind), {}
     given, is_named = args.stages_per_rank, args.kind != ALL
@@ -170,7 +170,7 @@ def _lines(
         left_out = [harmless(f"{kind}: {error.rule}") for kind, error in refused.items()]
         return [size, f"({times})", "", f"{bold}{head}{end}", *lines, *left_out]
     (one,) = made
-    # A file has no width, unless COLUMNS is set.
+    # Output into a file has no limit of width, unless COLUMNS is set.
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() or os.environ.get("COLUMNS") else None
     return [
         f"{bold}{one.title}{end}",

@@ -64,7 +64,7 @@ def run_study(
     """Plan and submit a study; with `wait`, follow its runs to their end.
 
     Args:
-        rest: the command line without the verb's own flags; these are the other parameters.
+        rest: the command line without the verb's own flags, which are passed as the other parameters.
         whole: a point that cannot run is an error; otherwise it is dropped.
         loader: has composed the command line, which describes one recipe; None: nothing is composed yet.
     """

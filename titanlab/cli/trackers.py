@@ -76,10 +76,10 @@ def sync_verb(args: Namespace) -> int:
 
 
 def _tried(run: RunFolder, console: Console, *, may_be_writing: bool = False) -> bool:
-    """Rebuild a run unless it is in progress again or cannot be written: the other runs are uploaded then."""
+    """Rebuild a run's tracker files. Returns False if this fails: the caller then uploads only the other runs."""
     try:
         if may_be_writing:
-            # A run that has just ended writes its files itself.
+            # A run that has just ended may be writing its files itself: wait for that.
             with run.claim(patience_seconds=_WRITING_SECONDS):
                 if not is_due(run):
                     return True

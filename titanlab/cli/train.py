@@ -18,8 +18,8 @@ def train_verb(args: Namespace) -> int:
 
         return train_from(args)
     with Console() as console:
-        # Under torchrun, only rank 0's worker writes to the terminal, and not this code. For other launchers, `joined`
-        # below says whether this process is a rank.
+        # Under torchrun (RANK is set), this code shows nothing: only rank 0's worker writes to the terminal. For other
+        # launchers, `joined` below says whether this process is a rank.
         shown = "RANK" not in os.environ
         # If the output is not a terminal, start nothing, not even a thread, before the recipe is known to be valid.
         console.phase("composing the recipe" if shown and console.is_live else None)

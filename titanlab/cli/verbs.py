@@ -111,7 +111,7 @@ def call(words: Sequence[str]) -> int:
     """Run one verb. Returns its exit code.
 
     Raises:
-        TitanlabError: bad input, or a failure that is one line.
+        TitanlabError: bad input, or a failure that one line can explain.
     """
     if not words or words[0] in ("-h", "--help", "help"):
         width = max(map(len, VERBS))

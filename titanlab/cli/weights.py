@@ -157,7 +157,7 @@ def _export_dcp(args: Namespace, console: Console) -> int:
     prefix = _PREFIXES[args.names]
 
     def write(checkpoint: Place) -> str:
-        # Report left-out biases only for torchtitan's names: else position.json in the folder contains them.
+        # Report left-out biases only for torchtitan's names: with titanlab's names, position.json contains them.
         source = from_run(args.run, args.runs, step=None, checkpoint=checkpoint) if prefix == "" else None
         with whole_folder(args.into) as part:
             write_dcp(checkpoint, part, "run", prefix=prefix)

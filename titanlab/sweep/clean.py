@@ -128,10 +128,10 @@ def remove_item(entry: Removable) -> None:
 def removable(
     run: RunFolder, place: Path, *, keep: int | None, verifies: bool, named: Collection[str] = ()
 ) -> list[ListedCheckpoint]:
-    """The checkpoints of a run that can go.
+    """The checkpoints of a run that can be removed.
 
-    The newest whole checkpoint always stays, also if younger ones are damaged; so does the newest with the optimizer's
-    state. If no checkpoint is whole, all stay.
+    The newest intact checkpoint always stays, also if newer ones are damaged; so does the newest intact one with the
+    optimizer's state. If no checkpoint is intact, all stay.
 
     Args:
         keep: how many of the newest checkpoints stay; None: checkpoint.keep, and 1 for a run that is done.

@@ -1,6 +1,6 @@
-"""Which techniques can be combined: the rule that refuses a small recipe with them, or the test that proves it.
+"""Says whether techniques can be combined: names the rule that refuses them, or the test that proves them.
 
-Small recipes are composed and checked as by `titanlab train`, so an answer cannot differ from what training refuses.
+A small recipe with the techniques is composed and checked as by `titanlab train`: both refuse the same combinations.
 Tested combinations are read from the tables in docs/parity.md and docs/techniques.md, which the parity tests write.
 """
 
@@ -26,7 +26,7 @@ from titanlab.sweep.space import Values
 
 # A B200 supports every number format. To ask about a CPU, pass `cluster=cpu`.
 _BASE = ("data=synthetic", "checkpoint=off", "cluster=b200", "training.steps=2", "training.seq_len=256")
-# Four layers for four pipeline stages. Each of two ranks gets whole groups of 256 numbers that share a scale.
+# Four layers allow four pipeline stages. Half of each width is a multiple of the 256 numbers that share a scale.
 _SIZES = ("model.layers=4", "model.dim=512", "model.ffn_dim=1024")
 _COMPILED = {"compile": "block"}
 _SHARD, _TENSOR, _CONTEXT = ({f"parallelism.{axis}": 2} for axis in ("shard", "tensor", "context"))
@@ -68,7 +68,7 @@ _OF_MODELS = {"fused, in tiles": "model.fused", "tied embeddings": "model.tied_e
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A tested combination of features: a row of a table in docs/, whose number counts from 1."""
+    """A tested combination of features: a row of a table in docs/. Its `number` stands in the table's first column."""
 
     page: str
     number: int
@@ -112,7 +112,7 @@ class Combinations:
         self._composer: Composer | None = None
 
     def point(self, words: Sequence[str]) -> Values:
-        """The values, by key, that names of techniques and other overrides set.
+        """The values that words set, by key. A word is the name of a technique, or an override.
 
         Raises:
             ConfigError: a word is neither a technique nor an override, or asks for several recipes.
@@ -246,7 +246,7 @@ def _axes(layout: Layout) -> set[str]:
 
 @functools.cache
 def rows() -> tuple[Row, ...]:
-    """All rows of `PAGES`. These are beside the package in a clone, and inside the package in an installed wheel."""
+    """All rows of `PAGES`. In a clone, docs/ is beside the package; in an installed wheel, inside the package."""
     package, found = Path(titanlab.__file__).parent, []
     folder = package / "docs" if (package / "docs").is_dir() else package.parent / "docs"
     for page in PAGES:

@@ -32,8 +32,8 @@ _REFERENCE = re.compile(r"\$\{(?:(\w+)(?:\.\w+)*\})?")
 class Composer:
     """Composes the points of one sweep.
 
-    Points with the same option of a group and the same values in it share one object, because creating one takes
-    milliseconds: configs are never changed after their creation.
+    Points with the same option of a group and the same values in it share one config object: creating one takes
+    milliseconds, and configs are never changed after their creation.
 
     Args:
         loader: Hydra, with the overrides that all points share.
@@ -45,7 +45,7 @@ class Composer:
         self._whole: dict[Choices, Composed | ConfigError] = {}
         self._groups = discover()
         self._root = schema_node(Recipe)
-        # All that determines a recipe's field → the field. Keys contain `id`s of configs, which `_whole` keeps alive.
+        # Everything that determines a field → the field. Keys contain `id`s of configs; `_whole` keeps these alive.
         self._made: dict[tuple[Any, ...], Any] = {}
         self._references: dict[tuple[str, int], frozenset[str] | None] = {}
         self._numbers = {canonical_text(point): number for number, point in enumerate(points)}
@@ -57,7 +57,7 @@ class Composer:
         return self._loader.is_group(key)
 
     def option(self, point: Values, group: str) -> Any:
-        """The option of a group that a point has, or None. ConfigError: the point's options do not compose."""
+        """The option that a point has for a group; None: it has none. ConfigError: its options do not compose."""
         return point[group] if group in point else self._parts(point)[0].choices.get(group)
 
     def recipe(self, point: Values) -> Recipe:
@@ -78,7 +78,7 @@ class Composer:
                     own = [(path, value) for path, value in values if path.partition(".")[0] == name]
                     self._made[key] = self._field(name, nodes.get(name), composed.config, own)
             if key not in self._made:
-                # The field refers to other fields, or is wrong: compose the whole recipe, or raise its error.
+                # The field refers to other fields, or is wrong: compose the whole recipe, which raises the error.
                 try:
                     recipe = self._whole_recipe(point)
                 except ConfigError as error:
@@ -92,7 +92,7 @@ class Composer:
         return Recipe(**{name: self._made[key] for name, key in keys.items()})
 
     def plain_value(self, point: Values, key: str) -> Any:
-        """A point's value of a key, before the recipe is made and checked; None: there is none, or nothing composes."""
+        """A point's value of a key, before the recipe is checked; None: no value, or the point does not compose."""
         with contextlib.suppress(ConfigError, OmegaConfBaseException):
             config, composed = self._config(point)
             with self._loader.answers_hydra(composed):

@@ -1,4 +1,4 @@
-"""Formats rows as text for terminals, pipes and logs: of a sweep, of all sweeps in a folder, or of one run."""
+"""Formats the rows of a sweep, of all sweeps in a folder, or of one run as text for terminals, pipes and logs."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def beneath(rows: Sequence[Row], *, most: int | None = None) -> list[str]:
 
 
 def overview(runs: Path | str) -> list[dict[str, Any]]:
-    """The sweeps under a folder, latest first. Also writes a result for each run with neither process nor job.
+    """The sweeps under a folder, latest first. Also writes a result for each run without a job whose process has died.
 
     Returns:
         for each sweep `sweep`, `runs`, `states` (counts by outcome or state), `dropped`, `updated` and `folder`.
@@ -323,7 +323,7 @@ class RecipeRuns:
     """Runs of one recipe.
 
     Attributes:
-        differing: other columns in which the recipes of the sweep differ, with their values; None: no value.
+        differing: the columns besides the layout in which the sweep's recipes differ, with this recipe's values.
     """
 
     layout: str
@@ -362,7 +362,7 @@ class RecipeRuns:
         return not (self.is_oversubscribed or self.is_emulated)
 
     def values(self, column: str) -> list[float]:
-        """The values of a column for the runs that are done and have one."""
+        """The values of a column, of the runs that are done; runs without a value are omitted."""
         return [row[column] for row in self.rows if row["outcome"] == "done" and row[column] is not None]
 
     def typical(self, column: str) -> float | None:
@@ -377,7 +377,7 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
     """The recipes of a sweep, in the order of their first runs; dropped points are omitted."""
     members_of: dict[tuple[Any, ...], list[Row]] = {}
     shown = [row for row in runs(rows) if row["layout.label"] is not None]
-    # Include the swept keys: some, such as a learning rate, have no separate column. Repeats are one recipe.
+    # Include the swept keys: some, such as a learning rate, have no separate column. Repeats belong to one recipe.
     others = (*_FOLLOWING, *(name for name in point_keys(shown) if name != f"{POINT}repeat"))
     for row in shown:
         key = (bool(row["control"]), *(row[name] for name in (*_LAYOUT, *_RECIPE, *others)))
@@ -399,7 +399,7 @@ def groups(rows: Iterable[Row]) -> list[RecipeRuns]:
 
 
 def comparison(rows: Iterable[Row]) -> list[str]:
-    """Aligned lines: typical figures of the runs that are done, and the outcomes of all. Empty without a run."""
+    """A line for each recipe: typical figures of its runs that are done, and outcomes of all. Empty without a run."""
     compared = groups(rows)
     if not compared:
         return []

@@ -40,7 +40,7 @@ class MeasuredSweep(NamedTuple):
     """The runs of a sweep that a calibration uses.
 
     Attributes:
-        rows: one for each recipe: medians over its repeats; its name is that of the first repeat.
+        rows: one for each recipe: medians over the recipe's repeats, with the name of the first repeat.
         runs: number of runs, repeats included.
         machine: name of the device; for CPUs the model, and the threads of each process.
         stale: number of runs whose code differs from the present code.
@@ -160,7 +160,7 @@ def _usual(runs: Sequence[_Run], name: str) -> str:
 
 
 def _pooled(runs: Sequence[_Run]) -> list[Measured]:
-    """A measurement for each recipe: medians over its repeats. All get one cluster with measured values filled in."""
+    """A measurement for each recipe: medians over its repeats. All recipes get one cluster, with measured values."""
     cluster = Counter(run.measured.recipe.cluster for run in runs).most_common(1)[0][0]
     peaks = [run.peak_tflops for run in runs if run.peak_tflops is not None]
     if cluster.peak_tflops is None and peaks:

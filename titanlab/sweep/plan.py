@@ -59,7 +59,7 @@ class Dropped:
 
 
 class Unfit(Exception):
-    """Raised if a point is dropped; `stage` is that of `Dropped`."""
+    """Raised if a point is dropped; `stage` has the values of `Dropped.stage`."""
 
     def __init__(self, stage: str, reason: ConfigError | str) -> None:
         self.stage = stage
@@ -137,7 +137,7 @@ def plan_study(
 
 
 def with_data(study: Study, report: Callable[[str], None], *, whole: bool = False) -> Study:
-    """Prepare the study's data, and equal data once. Returns the study without points that break a rule on the data."""
+    """Prepare the runs' data, equal data only once. Returns the study without points that break a rule on the data."""
     checks, runs = Checks(), study.planned
     points = [planned.point.values for planned in runs]
     kept, unfit = sift(points, lambda number: checks.prepare(runs[number].recipe, report), whole=whole)
@@ -234,7 +234,7 @@ def _named(
         name = request.option.rpartition("/")[2]
     elif name == SINGLE and request.space is not None:
         text = canonical_text([request.space, [expression.text for expression in request.where], request.repeats])
-        # Without the points: the same command gives the same folder, whichever of them can run.
+        # The name does not depend on which points can run: the same command always gives the same folder.
         common = composer.plain_value({}, "name") or first.name
         name = f"{common}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     planned: list[PlannedRun] = []
@@ -275,7 +275,7 @@ def _named(
 
 @contextlib.contextmanager
 def _stage(name: str) -> Iterator[None]:
-    """Turn a ConfigError into Unfit, with which the named stage drops a point."""
+    """Turn a ConfigError into Unfit: the point is then dropped, with this name as the stage."""
     try:
         yield
     except ConfigError as error:
@@ -316,14 +316,14 @@ class Checks:
                 return recipe, resolve(recipe, world=None, accelerator=accelerator, device=device)
 
         def look(key: str) -> Any:
-            """The value of a key in the resolved recipe; for a group its option, for which no recipe is resolved."""
+            """The value of a key in the resolved recipe; if the key is a group, its option (no recipe is resolved)."""
             if composer.is_group(key):
                 with _stage("composition"):
                     return composer.option(point, key)
             try:
                 value: Any = composed()[1]
             except Unfit as unfit:
-                # The condition may exclude the values that are wrong. Values that are open need the recipe.
+                # The condition may exclude this wrong recipe: give it the typed value, unless the value is still open.
                 value = composer.plain_value(point, key)
                 is_of_layout = key.partition(".")[0] in ("world", "parallelism")
                 if value in (None, AUTO) or (unfit.stage == "layout" and is_of_layout):
@@ -374,7 +374,7 @@ class Checks:
         self._once(("check", recipe.data in self._prepared, recipe.data, *inputs), lambda: check_data(recipe))
 
     def _once(self, key: tuple[Any, ...], act: Callable[[], Any]) -> Any:
-        """The result of a check, computed once; `elsewhere` if the files are not on this host and need not be."""
+        """The result of `act`, computed once for a key; "elsewhere" if its files may be, and are, on other hosts."""
         if key not in self._results:
             try:
                 self._results[key] = act()

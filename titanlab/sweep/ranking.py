@@ -24,12 +24,12 @@ from titanlab.sweep.listing import RecipeRuns, Row, groups, runs, state_word
 from titanlab.sweep.reconcile import ACTIVE
 from titanlab.system import aligned, counted, duration, grouped
 
-# The probability of a wrong statement, for all statements about one sweep together. The promise is 5 %; the remaining 1
-# % is for noise that is not quite normal.
+# The probability that any of the statements about one sweep is wrong. The promise above is 5 %; the difference is a
+# reserve, because noise is not quite normal.
 ERROR = 0.04
 _DRIFT_ERROR = 0.05
 COLUMN_OF = {"tps": "tokens_per_second", "mfu": "mfu_percent", "memory": "memory_gib"}
-# Text in `mfu_convention` if an MFU divides by a peak that its run measured: such MFUs do not compare.
+# Text in `mfu_convention` if the MFU's peak was measured by the run itself: such MFUs cannot be compared.
 MEASURED_PEAK = "measured on this CPU"
 OWN_PEAK = "its MFU is a share of a peak that each run measured by itself; rank by tokens/s (--by tps)"
 _OVERSUBSCRIBED = "oversubscribed: more processes than cores, so that its speed says nothing"
@@ -43,7 +43,7 @@ _UNMEASURED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How many percent better one figure is than another (for memory: less); negative if it is worse.
+    """How many percent better one figure is than another (less memory is better); negative if it is worse.
 
     Attributes:
         interval_percent: the 95 % interval; None if the noise is unknown.
@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift(Change):
-    """The change of the control's figure from its first run's start to its last run's, on a fitted straight line.
+    """The change of the control's figure between the starts of its first and its last run, on a fitted straight line.
 
     Attributes:
         seconds: the time between these two starts.
@@ -253,7 +253,7 @@ class SweepRanking:
 
 
 def _entry(group: RecipeRuns, by: str, max_memory_gib: float | None) -> RankedRecipe:
-    """The entry of a recipe before it gets a place, or with the reason why it gets none."""
+    """The entry of a recipe that is not ranked yet; `left_out` is the reason if it cannot be ranked."""
     done = [row for row in group.rows if row["outcome"] == "done"]
     memory = max(_positive(done, "memory_gib"), default=None)
     counting = _counting(group, by)
@@ -303,7 +303,7 @@ def drift_of(rows: Sequence[Row], column: str, *, squares: float = 0.0, degrees:
     first, last = min(moments, default=0.0), max(moments, default=0.0)
     if last <= first:
         return None
-    # Time from the first control (0) to the last (1): the slope is the total change.
+    # Scale times: 0 is the control's first run, 1 its last run. The slope is then the total change.
     times = [(time - first) / (last - first) for time in moments]
     values = [math.log(row[column]) for row in started]
     slope, start = statistics.linear_regression(times, values)
@@ -371,7 +371,7 @@ def rank(rows: Iterable[Row], *, by: str = "tps", max_memory_gib: float | None =
     control = max((entry for entry in controls if entry.figures), key=lambda entry: entry.runs, default=None)
     drift = None
     if control is not None:
-        # The noise of all other recipes: its deviation and its degrees of freedom.
+        # The noise of all recipes but the control: its standard deviation, and the degrees of freedom.
         others, free = _pooled(entries)
         squares = (others or 0.0) ** 2 * free
         drift = drift_of(_counting(control.group, by), COLUMN_OF[by], squares=squares, degrees=free)
@@ -401,7 +401,7 @@ def drift_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _pooled(entries: Sequence[RankedRecipe]) -> tuple[float | None, int]:
-    """The standard deviation of a run's logarithm, pooled over all repeats, and its degrees of freedom.
+    """The standard deviation of the logarithm of a run's figure, pooled over all repeats, and its degrees of freedom.
 
     Recipes above the memory limit count too: their repeats show the noise as well as those of other recipes.
     """
@@ -562,7 +562,7 @@ def _control_line(ranking: SweepRanking, control: RankedRecipe) -> str:
 
 
 def _unfair(ranking: SweepRanking) -> list[str]:
-    """Notes on recipes whose tokens/s do not compare."""
+    """Notes for the reader if the recipes' tokens/s cannot be compared directly."""
     notes = []
     if len({entry.group.world for entry in ranking.ranked}) > 1:
         whole = {entry.label: (entry.centre or 0.0) * entry.group.world for entry in ranking.ranked}

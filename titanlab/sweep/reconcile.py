@@ -1,8 +1,8 @@
 """Finds the state of a run from its files and its scheduler; writes results of runs whose jobs ended without one.
 
-The sources of a result, best first: a rank's own record of why it ended; a scheduler's state that explains the end; the
-stop request that the job had received, or would have received; an exit code. The scheduler's state is stored beside
-every result of its jobs, also if it disagrees.
+The sources of a result, best first: a rank's own record of why it ended; a scheduler's state that explains the end; a
+request to stop or to cancel, also if its signal came too early; an exit code. The scheduler's state is stored beside
+every result of its jobs, also if the two disagree.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def job_states(submitted: Sequence[Submission], sweep: Path) -> States:
     return states
 
 
-# ACTIVE: states of runs that a process works on. WAITING, _OVER: states of jobs in the queue, and of ended jobs.
+# ACTIVE: states of runs on which a process works. WAITING: states of jobs in the queue. _OVER: states of ended jobs.
 ACTIVE = ("starting", "running", "saving")
 WAITING = ("pending", "requeued")
 _OVER = ("ended", "gone")
@@ -54,7 +54,7 @@ _UNKNOWN = JobState(state="unknown")
 
 
 def state_of(status: Status, result: Outcome | None, submission: Submission | None, job_state: JobState | None) -> str:
-    """The state of a run, which may be `queued`. Its files decide, except for what only the scheduler knows.
+    """The state of a run: one of `STATES`, or `queued`. Its files decide, except for what only the scheduler knows.
 
     Args:
         submission: that of the run's latest job; None: the run has no job.
@@ -63,7 +63,7 @@ def state_of(status: Status, result: Outcome | None, submission: Submission | No
     word = job_state.state if job_state is not None else None
     may_return = False
     if result is not None and submission is not None:
-        # The run goes on if its result is of an earlier job, or if its job puts itself back into the queue soon.
+        # The run may go on: its result is of an earlier job, or its job may soon put itself back into the queue.
         is_earlier = result.ended < submission.created
         may_return = is_earlier or (result.kind.automatic and submission.launch.get("requeue", True))
     if word in WAITING or (word == "unknown" and may_return):
@@ -100,7 +100,7 @@ def standing(run: RunFolder, job: tuple[Submission, int] | None, states: States)
     return "ended", result.kind.value if result is not None else None
 
 
-# Outcomes for which the scheduler's word counts more than a process's exit code.
+# If the scheduler reports one of these outcomes, its report counts more than a process's exit code.
 _KNOWN = (OutcomeKind.OOM, OutcomeKind.WALLTIME, OutcomeKind.NODE_FAIL)
 # Outcomes of runs that were asked to stop.
 _ASKED = (OutcomeKind.PREEMPTED, OutcomeKind.WALLTIME, OutcomeKind.CANCELLED)
@@ -152,7 +152,7 @@ def reconcile(sweep: SweepFolder, report: Callable[[str], None] = lambda line: N
 
 
 def close_dead_runs(sweep: SweepFolder, jobs: Container[str] = ()) -> None:
-    """Write a result for every run that no job has begun and that has no live process."""
+    """Write a result for every run without a job whose `titanlab train` has died without one."""
     for run in sweep.runs():
         if run.path.name not in jobs:
             # The files may be damaged, or another user's; `titanlab status` reports this.
@@ -218,10 +218,10 @@ def _record(
         # The outcome was written before the scheduler knew the reason.
         outcome = replace(outcome, kind=end.kind, cause=end.cause, echo=False)
     if result is not None and outcome.kind.automatic and (cancelled_by := run.asked_to_cancel()) is not None:
-        # The job was cancelled between its requeue and its next attempt: the result is of the attempt before.
+        # The job was cancelled between its requeue and its next attempt: the result is that of the earlier attempt.
         outcome = replace(outcome, kind=OutcomeKind.CANCELLED, cause=f"{cancelled_by} before it went on")
     is_oom = outcome.kind is OutcomeKind.OOM
-    # Keep an outcome with a traceback: its process ran out of memory before the scheduler killed anything.
+    # Keep an OOM outcome with a traceback: its process ran out of memory before the scheduler killed anything.
     if memory is not None and attempt and not (outcome.traceback is not None if is_oom else _says_why(outcome)):
         rank = memory.rank if memory.rank is not None else outcome.rank if is_oom else None
         cause = f"{outcome.cause if is_oom else 'killed for want of memory'}; {memory.said}"
@@ -255,7 +255,7 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
     if (reason := read_stop(run.attempt_folder(attempt))) is not None:
         return ended(reason.kind, f"{reason.cause}; it ended before it had saved")
     if cancelled_by is not None:
-        # This also holds if the signal killed the process before it had installed a handler.
+        # Also if the signal killed the process before the process had installed a handler, the run is cancelled.
         return ended(OutcomeKind.CANCELLED, f"{cancelled_by}; it ended before it had saved")
     if noted is not None:
         return noted
@@ -271,5 +271,5 @@ def _judged(run: RunFolder, attempt: int, state: JobState, launcher: Launcher, e
 
 
 def _says_why(outcome: Outcome) -> bool:
-    """Whether an outcome says more than an exit code, and no failure of another rank caused it."""
+    """Whether an outcome says more than an exit code, and is not a consequence of another rank's failure."""
     return not outcome.echo and (outcome.traceback is not None or outcome.kind is not OutcomeKind.CRASH)

@@ -128,7 +128,7 @@ def wrong_path(patch: str) -> str | None:
 
 _SECONDS = 300.0
 _SUFFIXES = (".py", ".yaml", ".yml", ".csv", ".json", ".txt", ".toml", ".typed")
-# Run nothing that the repository configures: no hook, no file monitor, no command of an attribute.
+# Run nothing that the repository configures: no hook, no file monitor, no command of a git attribute.
 _INERT = (
     *("-c", "core.hooksPath=/dev/null", "-c", "core.fsmonitor=false"),
     *("-c", "protocol.allow=never", "-c", "submodule.recurse=false"),
@@ -296,7 +296,7 @@ def composable(config: Mapping[str, Any]) -> str:
 
 
 def config_differences(run: RunFolder, env: Mapping[str, Any]) -> list[tuple[str, str, str]] | str:
-    """(key, value then, value now) where a run's sweep or command line now composes another value; or why neither can.
+    """(key, value then, value now) where a run's sweep or command now composes another value; or why it composes none.
 
     The run's name and folders (`_PLACES`) are not compared.
     """
@@ -310,7 +310,7 @@ def config_differences(run: RunFolder, env: Mapping[str, Any]) -> list[tuple[str
             loader = Loader(read_flags(shared), shared)
             # `base` reads the options that all points share, which decides how a point's values are set.
             loader.base()
-            # Without a space, the run may be a single run: these have no defaults of sweeps.
+            # Without a space, the run may be a single run, which does not get a sweep's default options.
             if manifest.get("space") is not None:
                 points = [row["point"] for row in rows if isinstance(row.get("point"), dict)]
                 choose_defaults(loader, points, measured=True)

@@ -103,7 +103,7 @@ def read_request(arguments: Sequence[str], loader: Loader | None = None, *, meas
     base = loader.base()
     _check_plugins(base)
     node = base.hydra.sweeper
-    # Without a space, the sweeper is Hydra's own.
+    # Without a space, the node of the sweeper is Hydra's own, which lacks these keys.
     settings: Any = {"space": None, "where": None, "repeats": 1, "control": None}
     if has_space := OmegaConf.get_type(node) is SweepSpace:
         settings = OmegaConf.to_container(node, resolve=False)
@@ -295,7 +295,7 @@ def _check_types(known: Sequence[Key], key: str, values: Sequence[Any]) -> None:
     nodes = [
         (
             schema_node(Recipe if schema.option is None else schema.option.schema),
-            # Not the given key: if several options are chosen, the given key contains the option's name.
+            # Do not use the given key: if several options are chosen, it contains the option's name.
             schema.name if schema.option is None else schema.name.removeprefix(f"{schema.option.group}."),
         )
         for schema in known

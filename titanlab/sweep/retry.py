@@ -46,7 +46,7 @@ def standings(
 
     Args:
         names: names of runs; empty: all runs.
-        note: what follows if the scheduler does not answer; added to the report of that.
+        note: if the scheduler does not answer, this text is added to the report, and says what follows.
     """
     jobs, states = jobs_of(folder, folder.submissions()), reconcile(folder)
     if (problem := silence(states)) is not None:
@@ -179,7 +179,7 @@ def retry(
 
 
 def _next_job(run: RunFolder, overrides: Sequence[str], report: Callable[[str], None]) -> QueuedRun:
-    """The next job of a run; another layout is checked like a new run's."""
+    """The next job of a run. If the overrides change the layout, the recipe is checked like that of a new run."""
     check_unedited(run)
     config = run.config()
     recipe = next_recipe(config, overrides, CHANGEABLE, file=run.path / "config.yaml")

@@ -95,7 +95,7 @@ def fitting_value(name: str, value: Any) -> Any:
         return value if isinstance(value, bool) and kind == TRUTH else None
     if kind == NUMBER:
         try:
-            # A float, because parquet refuses whole numbers above 2**53 as floats.
+            # Convert to float: parquet refuses a whole number above 2**53 in a column of floats.
             return float(value) if isinstance(value, int | float) else None
         except OverflowError:
             return None
@@ -176,7 +176,7 @@ _OF_METRICS = {
 def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
     """Speed, memory and losses, from a result's summary or from the latest row of a running attempt."""
     columns = {name: metrics.get(entry) for name, entry in _OF_METRICS.items()}
-    # Rows of metrics have a separate key for the median; in a summary the only value is the median.
+    # A row of metrics has the median under a key of its own; a result's summary has it under STEP_SECONDS.
     columns["step_seconds"] = metrics.get(meter.STEP_SECONDS_MEDIAN, metrics.get(meter.STEP_SECONDS))
     per_device = columns["tokens_per_second"]
     columns["tokens_per_second_all"] = None if per_device is None else per_device * world
@@ -184,7 +184,7 @@ def figure_columns(metrics: Mapping[str, Any], *, world: int) -> dict[str, Any]:
     if peak is not None and formula is not None:
         source = metrics.get("peak_source") or "unknown source"
         convention = f"{formula} FLOPs a token, over {peak:.4g} TFLOP/s ({source})"
-    # The largest peak of all ranks, or that of the rank that logs, if it grew after the ranks were last compared.
+    # Take the largest peak of all ranks. The peak of the rank that logs may have grown since the ranks were compared.
     memory, memory_rank = metrics.get(meter.MEMORY_MOST), metrics.get(meter.MEMORY_MOST_RANK)
     own = metrics.get(meter.MEMORY_RESERVED, metrics.get("memory/max_resident(GiB)"))
     if memory is None or (own is not None and own > memory):
@@ -196,7 +196,7 @@ def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config
     """The code, hosts and cores of an attempt, and whether it had more processes than cores.
 
     Args:
-        env: the attempt's env.json; None: it has not begun. Parts are missing if all processes died before its start.
+        env: the attempt's env.json; None: not begun. Parts are missing if all processes died before the attempt began.
         job: the attempt's job.json; empty: no scheduler assigned nodes.
     """
     code, host, packages = ((env or {}).get(section) or {} for section in ("code", "host", "packages"))
@@ -223,13 +223,13 @@ def origin_columns(env: Mapping[str, Any] | None, job: Mapping[str, Any], config
 _UNWANTED = ("where", "duplicate")
 Job = tuple[Submission, int]
 """A submission, and the index of a run in it."""
-# The files of an attempt's start: config.yaml, env.json (None: missing) and job.json (empty: missing).
+# What an attempt writes at its start: config.yaml, env.json (None: missing) and job.json (empty: missing).
 _Attempt = tuple[Mapping[str, Any], Mapping[str, Any] | None, Mapping[str, Any]]
 
 
 @dataclass
 class SweepTable:
-    """The rows of one sweep, to be computed repeatedly while it runs: files that cannot change are read once.
+    """The rows of one sweep, computed again and again while the sweep runs: files that cannot change are read once.
 
     Args:
         code: fingerprint of the present code; None: no run is marked as stale.
@@ -346,7 +346,7 @@ class SweepTable:
             env = run.env(attempt) if attempt else None
             made_by = (run.job(attempt) if attempt else None) or {}
             if attempt and (env is None or (by_job and not made_by)):
-                return config, env, made_by  # Do not keep it: the missing files are about to be written.
+                return config, env, made_by  # Do not cache them: the missing files are about to be written.
             self._attempts[key] = config, env, made_by
         return self._attempts[key]
 
@@ -373,7 +373,7 @@ _OTHER_LAYOUT = "is that of {layout}, the layout in which it was submitted"
 
 
 def estimated(recipe: Recipe) -> Estimate | str:
-    """The estimate of a resolved recipe, or why there is none; name, repeat, seed and learning rate do not count."""
+    """The estimate of a resolved recipe, or why there is none. It ignores name, repeat, seed and learning rate."""
     # Change a copy: making a new config would check the rate, and another package's optimizer may refuse 1.0.
     optimizer = copy.copy(recipe.optimizer)
     vars(optimizer).update(lr=1.0, schedule=Schedule())
@@ -435,7 +435,7 @@ SCHEMA_KEY, SWEEP_KEY = "titanlab.schema", "titanlab.sweep"
 def arrow_table(rows: Sequence[Mapping[str, Any]], sweep: str) -> Any:
     """The rows as a table of pyarrow; a value of the wrong type for its column becomes null.
 
-    The types do not depend on the values: those of `COLUMNS`, and text for each key of the points.
+    Columns have the types of `COLUMNS`, and text for each key of the points, whatever the values are.
     """
     import pyarrow as pa
 

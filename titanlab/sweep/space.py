@@ -425,9 +425,9 @@ def control_points(values: Values, repeats: int) -> list[SweepPoint]:
 def starting_order(points: Sequence[SweepPoint]) -> list[int]:
     """The numbers of the points in the order in which their runs should start.
 
-    Repeats start in turns, A B B A A B, with the control before, between and after. If the machine becomes slower or
-    faster meanwhile, this affects all recipes alike. Every second round is backwards: over two rounds, a steady drift
-    is the same for each recipe.
+    Each round starts every recipe once, and every second round is backwards: recipes A and B start as A B B A A B. If
+    the machine becomes slower or faster meanwhile, this affects all recipes alike: over two rounds, a steady drift is
+    the same for each recipe. The control's runs start before, between and after the rounds.
     """
     rounds: list[list[int]] = []
     seen = Counter[str]()
@@ -442,7 +442,7 @@ def starting_order(points: Sequence[SweepPoint]) -> list[int]:
         seen[recipe] += 1
     order = [number for index, numbers in enumerate(rounds) for number in numbers[:: -1 if index % 2 else 1]]
     controls = [number for number, point in enumerate(points) if point.is_control]
-    # The control's runs come first, last, and at equal distances. If all rounds are equally long, that is between them.
+    # The control's runs come first, last, and at equal distances: between the rounds, if these are equally long.
     size = len(order)
     for index, control in reversed(list(enumerate(controls))):
         order.insert(size * index // max(1, len(controls) - 1), control)

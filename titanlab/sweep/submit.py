@@ -189,7 +189,7 @@ def check_study(study: Study, *, submits: bool = True, answered: bool = True) ->
 
 
 def _check_name(folder: SweepFolder, study: Study) -> None:
-    """Check that the folder belongs to this sweep: to its file, or to the keys that its command line sweeps."""
+    """Check that the folder is new, or is of this sweep: of the same sweep file, or of the same swept keys."""
     manifest = folder.manifest()
     if not manifest:
         return
@@ -300,7 +300,7 @@ def _write(folder: SweepFolder, study: Study, decisions: Sequence[Decision]) -> 
 
 
 def supersede(folder: SweepFolder, run: RunFolder) -> None:
-    """Move the folder of a run that no process has claimed aside, so that the run can start from the beginning."""
+    """Move a run's folder aside, so that the run can start from the beginning. No process may have claimed the run."""
     folder.superseded.mkdir(exist_ok=True)
     with run.claim():
         number = 1
@@ -342,7 +342,7 @@ def enqueue(folder: SweepFolder, items: Sequence[QueuedRun], report: Callable[[s
         try:
             job_id: str | None = first.launch.implementation().submit(folder.path, submission)
         except ConfigError:
-            # The jobs may be in the queue nevertheless: a late answer is an error too.
+            # The jobs may be in the queue all the same: an answer that comes too late raises this error too.
             job_id = _settled(folder, submission)
             if job_id is None:
                 raise

@@ -140,7 +140,7 @@ class SweepFolder:
 def jobs_of(sweep: SweepFolder, submitted: Sequence[Submission]) -> dict[str, tuple[Submission, int]]:
     """The latest submission of every run, and the run's index there.
 
-    A submission that is older than the run's folder belongs to an earlier folder, which was moved aside: it is omitted.
+    Omits a submission that is older than the run's folder: it belongs to an earlier folder, which was moved aside.
     """
     latest = {run: (submission, index) for submission in submitted for index, run in enumerate(submission.runs)}
     jobs = {}

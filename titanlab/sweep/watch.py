@@ -33,7 +33,7 @@ _HASH = 9  # Characters of the dash and the hash at the end of a run's name.
 _FRAME_LINES = 6
 _LIVE_CAUSES = 5
 _FEW = 4
-# Shorter than a line: after Ctrl-C, the terminal writes `^C` behind this text.
+# Keep this text shorter than a line: after Ctrl-C, the terminal writes `^C` behind it.
 _LEAVE = "Ctrl-C ends the watching; the runs go on"
 
 
@@ -75,7 +75,7 @@ class Screen:
         rows = look()
         with self._drawn(harmless(sweep.title())) as draw:
             draw(_harmless(rows))
-            # Suppress only around the loop: `draw` must be closed properly after Ctrl-C.
+            # Suppress Ctrl-C only around the loop, so that the live view of `_drawn` is closed after it.
             with contextlib.suppress(KeyboardInterrupt):
                 while not settled(rows):
                     sleep(seconds)
@@ -235,15 +235,15 @@ def exit_code(rows: Sequence[Mapping[str, Any]]) -> int:
     return 0
 
 
-# How often the table of the sweep is read, and with it the scheduler's queue.
+# Seconds between two reads of the sweep's table and, with it, of the scheduler's queue.
 _LOOK_SECONDS = 5.0
-# Stop watching after this time: a run without a job may be on another host, whose processes and locks are not seen.
+# Stop watching a run without a job after this silence: it may be on another host, whose processes cannot be seen.
 _SILENT_SECONDS = 300.0
 _AUTOMATIC = [kind.value for kind in OutcomeKind if kind.automatic]
 
 
 class RunWatch:
-    """Watches one run: its lock, its status, and its row in the sweep's table. Each look there closes dead runs."""
+    """Watches one run: its lock, its status, and its row in the sweep's table. Reading the table closes dead runs."""
 
     def __init__(self, run: RunFolder, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._run = run
@@ -258,7 +258,7 @@ class RunWatch:
             self._due = -float("inf")
             return True, ""
         status = self._run.known_status()
-        # A job may put itself back into the queue after an automatic end.
+        # After an automatic end, such as a preemption, a job may put itself back into the queue.
         if status is not None and status.state == "ended" and status.outcome not in _AUTOMATIC:
             return False, f"ended: {status.outcome}"
         if self._clock() >= self._due:
@@ -277,7 +277,7 @@ class RunWatch:
             return False, "nobody has started it"
         if row["state"] not in ACTIVE:
             return False, f"{row['state']}: {row['outcome'] or row['cause'] or 'unknown'}"
-        # A live process of this host may have written nothing for long, and its file system may have no locks.
+        # `may_work` also finds a process of this host that was silent for long on a file system without locks.
         if row["job_id"] is not None or may_work(status, silent_seconds=_SILENT_SECONDS, here_seconds=_SILENT_SECONDS):
             return True, ""
         return False, "nobody works on it any more, and it left no result"
