@@ -277,7 +277,7 @@ def write_weights(
         for name, entry in source.entries.items()
         for theirs in foreign[name].names
     }
-    # For each tensor in the files: its parameter in titanlab, and its number if that parameter is a stack of tensors.
+    # For each tensor in the files: titanlab's parameter, and the tensor's index if that parameter stacks tensors.
     ours = {theirs: (name, n) for name in source.entries for n, theirs in enumerate(foreign[name].names)}
     split = split_state_dict_into_shards_factory(
         entries,
@@ -410,7 +410,7 @@ def check_apart(source: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which replaces `folder` when the block ends without an error.
+    """Yield a temporary folder, which replaces `folder` when the `with` statement ends without an error.
 
     Raises:
         ConfigError: another process is writing the folder, or it cannot be written.
