@@ -146,7 +146,7 @@ class CheckpointShard:
     """The layout of a rank's file.
 
     Attributes:
-        header: the header of safetensors, after its length.
+        header: the length of safetensors' header, and then this header.
         parts: parts of tensors, in the order of the file.
         objects: names of the entries that this rank writes as JSON.
         size: size of the file in bytes.

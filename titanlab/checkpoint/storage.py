@@ -105,9 +105,9 @@ class DiskFolder:
         self._path = path
 
     def steps(self) -> dict[str, bool]:
-        """Names `step-…` of the inner folders → whether the folder counts; an unfinished save in a store does not.
+        """Names `step-…` of the inner folders → whether the folder is a checkpoint; in a store an unfinished save is none.
 
-        On a disk a checkpoint with missing files counts, so that it is found damaged instead of being skipped silently.
+        On a disk one with missing files is a checkpoint, so that it is found damaged instead of being skipped silently.
         """
         return {
             path.name: path.is_dir() if path.suffix else DiskFolder(path).is_checkpoint()
@@ -119,7 +119,7 @@ class DiskFolder:
         return [path.name for path in self._path.glob(f"step-*{PART}")]
 
     def begin(self, name: str) -> Place:
-        """The folder into which all ranks write the checkpoint `name`; made if necessary."""
+        """The folder into which all ranks write the checkpoint `name`; on a disk this makes the folder."""
         part = self._path / f"{name}{PART}"
         # Do not create the run's folder (no `parents=True`): if it was moved, a new one would lack the run's records.
         with contextlib.suppress(FileExistsError):

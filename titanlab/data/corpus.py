@@ -195,7 +195,7 @@ def _opened(file: Path) -> io.BufferedReader:
 
 
 def corpus_of(patterns: str, text_field: str) -> Corpus:
-    """The corpus of the files that match. Files of folders and globs that only describe data are left out."""
+    """The corpus of the files that match `patterns`, without files of folders and globs that only describe data."""
     files = matching(patterns)
     named = {Path(pattern) for pattern in _patterns(patterns)}
     about = tuple(file for file in files if file not in named and _is_about(file))

@@ -125,7 +125,7 @@ class HuggingFace(Text):
     """
 
     kind: str = "hf"
-    # The data's fingerprint has the content of a local folder, and the name of a dataset on the hub.
+    # The path is not part of the run's identity: the data's fingerprint has a folder's content, or a hub's name.
     path: str = field(default="", metadata={"identity": False})
     name: str | None = None
     revision: str | None = None

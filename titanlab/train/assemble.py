@@ -204,7 +204,7 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
                 with phase("backward"):
                     (part * scale).backward()
             part = graphs.kept(part.detach())
-            # The graph's next run overwrites its gradients, so copy them. Reduced gradients have memory of their own.
+            # Copy the first gradients: the graph's next run overwrites them. Reduced gradients have their own memory.
             if start == 0 and size < count and not recipe.reduces_each:
                 graphs.keep_gradients(stage.model.parameters())
             total = part if total is None else total + part

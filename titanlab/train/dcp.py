@@ -62,7 +62,7 @@ _NAMES = frozenset(
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         *(("torch", name) for name in ITEM_BYTES),
-        # The checkpoint's path is such an object; the name of its module depends on the version of Python.
+        # The pickle has the checkpoint's path; the module of its class depends on the version of Python.
         *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
         # Python before 3.12 writes a member of an enumeration as getattr(class, name). Here getattr is never called.
         ("builtins", "getattr"),
@@ -75,7 +75,7 @@ class _Unreadable(ValueError):
 
 
 class _Recorded:
-    """A subclass stands for a name in the pickle, an instance for a call of that name; a dtype is a name without call.
+    """A subclass stands for a name in the pickle, and an instance for a call of that name. A dtype is never called.
 
     Attributes:
         name: name of the class or function, without its module.

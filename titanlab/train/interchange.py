@@ -182,7 +182,7 @@ def write_hf(source: WeightsSource, into: Path, *, dtype: str | None, shard_byte
             **source.about,
             "torch_dtype": dtype or source.usual_dtype,
         }
-        # Written last: without a config.json no library reads the folder as a model.
+        # Write config.json last: without it no library reads the folder as a model.
         write_json(part / weights.HF_CONFIG, config, durable=True)
     if line := left_out(source.biases):
         report(f"{line}; --format titanlab keeps them")
@@ -357,7 +357,7 @@ def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | No
     if (folder / "tokenizer.json").is_file():
         library: Any = importlib.import_module("tokenizers")
         name_of = library.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token
-        # transformers asks the post-processor of tokenizer.json whether to add bos; titanlab reads this entry, too.
+        # transformers asks the post-processor of tokenizer.json whether to add bos; titanlab reads `add_bos_token`.
         adds_begin = {} if bos_id in (None, eos_id) else {"add_bos_token": True}
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **adds_begin}
     else:

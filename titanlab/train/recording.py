@@ -89,7 +89,7 @@ class Recorder:
         """Note that the run continues from an earlier step."""
 
     def compared(self, metrics: Mapping[str, float], warning: str) -> None:
-        """Add metrics that compare the ranks to the next rows; show the warning unless it is empty."""
+        """Add to the next rows the metrics that compare ranks; show the warning unless it is empty."""
 
     def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
         """Record a row of metrics of this kind, and print the lines."""
@@ -208,7 +208,7 @@ class LoggingRecorder(Recorder):
         self._meter.begin()
 
     def started(self, seconds: Mapping[str, float]) -> None:
-        # Clear the phase here: if lines are not redrawn, the first step of a resumed run may print no line.
+        # Clear the shown phase: without live lines, the first step of a resumed run may print nothing that replaces it.
         self._console.phase(None)
         # Ignore a failed write: no other code needs this file.
         with self._meter.paused(), contextlib.suppress(OSError):

@@ -197,7 +197,7 @@ class Balance:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue from a checkpoint's state; an empty state starts from the beginning."""
+        """Continue from a checkpoint's state; if it is empty, use the initial biases or shares."""
         if not state or not self.state():
             self._values.fill_(self._initial)
             return
@@ -309,7 +309,7 @@ _COMPUTE = 1
 
 
 class RankTimes:
-    """Measures this rank, and compares the ranks every few steps.
+    """Measures the times of this rank, and compares those of all ranks every few steps.
 
     Args:
         every: steps between two comparisons; 0: compare only once, after the last step.
@@ -385,7 +385,7 @@ class RankTimes:
     def _clock(self) -> float:
         if not self._is_cpu:
             return time.monotonic()
-        # Count CPU time of all threads, which a wait in a collective does not use; add the time of waiting for a core.
+        # Count CPU time of all threads: waiting in a collective takes none. Add the time of waiting for a core.
         return time.process_time() + _queued_seconds()
 
 
@@ -398,7 +398,7 @@ def compared(rows: list[list[float]], steps: int, *, peers: int) -> tuple[dict[s
     """
     busy = [data + compute for data, compute, *_ in rows]
     groups = [range(first, first + peers) for first in range(0, len(rows), peers)]
-    # For each rank, the median of its peers.
+    # For each rank, the median time of its peers without the rank itself.
     usual = [
         statistics.median([busy[peer] for peer in group if peer != rank] or [busy[rank]])
         for group in groups

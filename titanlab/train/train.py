@@ -276,7 +276,7 @@ def train(
             if step % recipe.training.gc_every == 0:
                 gc.collect(1)
             rank_times.after_step(step, last=step == recipe.training.steps)
-            # Pause the watchdog: when the profiler reads or writes its recording of several steps, it may need long.
+            # Pause the watchdog: the profiler may need longer than a step to read or write what it has recorded.
             with watchdog.pausing("the profiler", step):
                 profiler.after_step(step)
 

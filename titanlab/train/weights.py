@@ -380,7 +380,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
 )
-# The files in a model's top folder; folders below it have other formats.
+# Patterns of the files to fetch from a model's top folder; the folders below it have other formats.
 _WANTED = (HF_CONFIG, GENERATION, "model*.safetensors", HF_INDEX, *TOKENIZER_FILES)
 # Keys of config.json that are not part of the model config; import and export do not change them.
 ABOUT = (CONTEXT, "bos_token_id", "eos_token_id", "pad_token_id")
