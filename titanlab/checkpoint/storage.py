@@ -105,9 +105,9 @@ class DiskFolder:
         self._path = path
 
     def steps(self) -> dict[str, bool]:
-        """Names `step-…` of the inner folders → whether the folder is a checkpoint; in a store an unfinished save is none.
+        """Names `step-…` of the inner folders → whether each is a checkpoint; in a store an unfinished save is none.
 
-        On a disk one with missing files is a checkpoint, so that it is found damaged instead of being skipped silently.
+        On a disk a folder that lacks files is one, so that it is found damaged instead of being skipped silently.
         """
         return {
             path.name: path.is_dir() if path.suffix else DiskFolder(path).is_checkpoint()
