@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from titanlab.checkpoint.index import IndexedFile, IndexedTensor
 
 POSITION = "position.json"
-# Largest size of position.json: about 15 times that of a run with 512 ranks on GPUs.
+# Largest accepted size of position.json: about 15 times the size in a run with 512 ranks on GPUs.
 MOST_BYTES = 1 << 28
 
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -55,7 +55,7 @@ class Position(Struct, frozen=True, kw_only=True):
         tokens: number of labels that have counted in the loss so far.
         data: state of the data stream.
         tracker: the run's id in the tracker.
-        layout: degrees of the layout that saved the checkpoint, for users.
+        layout: parallelism degrees of the run that saved the checkpoint; they are only shown to users.
         loss_scale: state of the loss scale, see `titanlab.techniques.precision.cast`; empty without loss scaling.
         routing: the experts' biases or shares by transformer block: `Balance.state` of `titanlab.train.totals`.
     """
@@ -145,7 +145,7 @@ class Contents:
     Attributes:
         key: the config key or argument that names the checkpoint, for errors.
         tensors: each tensor's dtype, shape and chunks, by the tensor's name.
-        objects: values of the entries that are not tensors; if there is a `chunk`, the arguments to call it with.
+        objects: values of the entries that are not tensors; or, if `chunk` is given, the arguments of `chunk`.
         files: the files to which the tensors' chunks refer by number.
         chunk: reads a chunk of a file in another format: file, first byte, bytes → the tensor or the value; None: the
             files have titanlab's format.

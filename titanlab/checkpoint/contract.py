@@ -87,7 +87,7 @@ class Saver:
         """
 
     def before_update(self) -> None:
-        """Called before the optimizer changes the model, so that copies of it for a save are complete first."""
+        """Called before the optimizer changes the model, so that a save's copies of the model are complete first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,7 +194,7 @@ def put_back(renamed: Iterable[Place]) -> None:
 
 
 def fall_back(error: DamagedCheckpoint) -> str:
-    """Rename a damaged checkpoint, so that it is not one of the newest that a run keeps. Returns a line for the user.
+    """Rename a damaged checkpoint, so that it no longer counts as one of the run's. Returns a line for the user.
 
     Raises:
         DamagedCheckpoint: there is no earlier checkpoint to fall back to; nothing was renamed.

@@ -45,7 +45,7 @@ _Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 MOST_BYTES = 1 << 29
 _MOST_TENSOR_BYTES = 1 << 60
 _PREFIX = re.compile(rb'\{"checksum":"([0-9a-f]{16})",')
-# Layouts cut a tensor along one or two dims.
+# Largest number of dims along which a tensor may be cut; layouts cut along one or two.
 _MOST_CUT_DIMS = 6
 
 FORMAT = 1
@@ -152,7 +152,7 @@ def fills(shape: Sequence[int], offsets: Ints, sizes: Ints) -> bool:
         offsets, sizes: of each box, which must lie inside the tensor: [box, dims].
     """
     whole = np.array(shape, np.int64)
-    # Ignore boxes without elements: a rank whose part of a tensor is empty saves one.
+    # Ignore boxes without elements: a rank whose part of a tensor is empty saves such a box.
     holds = sizes.all(axis=1)
     offsets, sizes = offsets[holds], sizes[holds]
     if not whole.all():
@@ -275,7 +275,7 @@ def _tensor(name: str, entry: IndexEntry, file_sizes: Ints) -> IndexedTensor:
     dims = len(entry.shape)
     _expect(entry.dtype in ITEM_BYTES, "a dtype")
     item_bytes = ITEM_BYTES[entry.dtype]
-    # Count a size of 0 as 1: the arithmetic below multiplies also only some of the sizes, and must not overflow.
+    # Count a size of 0 as 1: products of the other sizes, which the code below computes, must not overflow either.
     _expect(math.prod(size or 1 for size in entry.shape) * item_bytes < _MOST_TENSOR_BYTES, f"a size of {name}")
     wanted = f"chunks of {name} with as many dimensions as its shape"
     _expect(set(map(len, entry.chunks)) <= {FIRST_OFFSET + 2 * dims}, wanted)

@@ -45,7 +45,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def on_all_ranks(world: World, action: Callable[[], T]) -> T:
-    """Do an action on this rank, and wait for the others; all ranks call it.
+    """Do an action on this rank, and wait for the other ranks; all ranks call it.
 
     Raises:
         Exception: the error of this rank, or that of another rank. A ConfigError of any rank is raised on all ranks,
@@ -57,7 +57,7 @@ def on_all_ranks(world: World, action: Callable[[], T]) -> T:
 
 
 def chosen_by_rank_0(world: World, choose: Callable[[], Place]) -> Place:
-    """The checkpoint that rank 0 chooses for all ranks: a run may save and remove checkpoints meanwhile."""
+    """The checkpoint that rank 0 chooses for all ranks: they could disagree while a run saves and removes some."""
     place = world.share(on_all_ranks(world, lambda: choose() if world.logs else None))
     assert place is not None
     return place

@@ -124,7 +124,7 @@ def parts_of(state: Mapping[str, Any]) -> list[Part]:
 
 
 def shared_out(plans: Sequence[Sequence[Part]]) -> list[list[Part]]:
-    """The parts that each rank writes. Of the ranks that have a part, that with the fewest bytes so far writes it."""
+    """The parts that each rank writes. If several ranks have a part, the one with the fewest bytes so far writes it."""
     ranks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for rank, parts in enumerate(plans):
         for part in parts:
@@ -146,7 +146,7 @@ class CheckpointShard:
     """The layout of a rank's file.
 
     Attributes:
-        header: the header of safetensors, after its length.
+        header: the length of safetensors' header, and then this header.
         parts: parts of tensors, in the order of the file.
         objects: names of the entries that this rank writes as JSON.
         size: size of the file in bytes.
@@ -167,7 +167,7 @@ def shard_of(parts: Sequence[Part], rank: int) -> CheckpointShard:
     entries, end = {}, 0
     for number, part in enumerate(tensors):
         known, size = _SAFETENSORS.get(part.dtype), part.size
-        # Always write brackets, so that no two parts have the same name.
+        # Write brackets even without offsets, so that no two parts have the same name.
         entries[f"{part.name}[{','.join(map(str, part.offsets))}]"] = {
             "dtype": known or "U8",
             "shape": list(part.sizes) if known else [size],
@@ -208,7 +208,7 @@ def entries_of(shards: Sequence[CheckpointShard]) -> dict[str, IndexEntry]:
 
 
 class Plans:
-    """Starts the saves of one run, and plans who writes what.
+    """Starts the saves of one run, and plans which parts each rank writes.
 
     A plan is made once, and used while the names, shapes, formats and cuts of the state stay the same on every rank:
     for 405B parameters on 512 ranks planning takes a rank 3 s, and rank 0 21 s (benchmarks/save_planning.py).
@@ -222,11 +222,11 @@ class Plans:
     def start(
         self, state: Callable[[], Mapping[str, Any]], folder: Callable[[], Place], saved: SavedPosition, world: World
     ) -> StartedSave:
-        """Agree with all ranks on the folder, and on who writes what.
+        """Agree with all ranks on the folder, and on the parts that each rank writes.
 
         Args:
             state: returns this rank's state, by the names of the entries.
-            folder: makes the folder into which all ranks write; called on rank 0, which alone asks a store.
+            folder: makes the folder into which all ranks write; called on rank 0 only, so that one rank asks a store.
         """
         entries, failure = attempted(state)
         part, refused = attempted(folder) if world.logs else (None, None)
@@ -322,7 +322,7 @@ class HostBuffer:
                 # Raise OSError instead of the device's error, so that a failed save does not end the run.
                 raise OSError(errno.ENOMEM, f"the host pins no {size} bytes: {first_line(error)}") from error
         memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Forked processes need no copy of the memory. Only Linux has this advice, and a kernel may refuse it.
+        # Forked processes need no copy of the memory. Only Linux has MADV_DONTFORK, and a kernel may refuse it.
         with contextlib.suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_DONTFORK)
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -488,7 +488,7 @@ def complete(started: StartedSave, staged: Callable[[], Staged], target: Target)
     def finish() -> None:
         final = step_folder(target.folder, started.saved.step)
         if started.folder != final:
-            # This folder exists if an earlier attempt saved this step, and the run then resumed from an earlier step.
+            # `final` exists if an earlier attempt saved this step, and the run then resumed from an earlier step.
             failure = remove(final)
             if failure is not None:
                 raise failure

@@ -1,7 +1,7 @@
 """Reads and writes the folders and files of checkpoints, on a disk or in a remote store of fsspec. Free of torch.
 
 On a disk a rename makes a checkpoint complete, and fsync makes it durable. fsspec's local layer has no fsync, follows
-links, and makes another copy, so files of a disk are opened without fsspec. A store has no rename, no append, and no
+links, and copies the bytes once more, so files of a disk are opened without fsspec. A store has no rename, append or
 folders: a folder is the common beginning of names. An object exists completely or not at all. So a checkpoint in a
 store is complete when it has its index, which is written last and removed first.
 
@@ -105,9 +105,9 @@ class DiskFolder:
         self._path = path
 
     def steps(self) -> dict[str, bool]:
-        """Names `step-…` of the folders in it, and whether each counts: an unfinished save in a store does not count.
+        """Names `step-…` of the inner folders → whether each is a checkpoint; in a store an unfinished save is none.
 
-        On a disk a checkpoint with missing files counts, so that it is found damaged instead of being skipped silently.
+        On a disk a folder that lacks files is one, so that it is found damaged instead of being skipped silently.
         """
         return {
             path.name: path.is_dir() if path.suffix else DiskFolder(path).is_checkpoint()
@@ -115,11 +115,11 @@ class DiskFolder:
         }
 
     def unfinished(self) -> list[str]:
-        """Names of folders left in it by processes that died while they saved, removed or copied."""
+        """Names of the inner folders that processes left when they died while they saved, removed or copied."""
         return [path.name for path in self._path.glob(f"step-*{PART}")]
 
     def begin(self, name: str) -> Place:
-        """The folder into which all ranks write the checkpoint `name`; made if necessary."""
+        """The folder into which all ranks write the checkpoint `name`; on a disk this makes the folder."""
         part = self._path / f"{name}{PART}"
         # Do not create the run's folder (no `parents=True`): if it was moved, a new one would lack the run's records.
         with contextlib.suppress(FileExistsError):
@@ -479,7 +479,7 @@ class BlockWriter:
                 store, name = filesystem(path)
                 self._file = store.open(name, "wb", block_size=max(_PART_BYTES, -(-size // _MOST_PARTS)))
             else:
-                # Another host may have made the folder, and this one does not see it yet or has a disk of its own.
+                # Another host may have made the folder: this host may not see it yet, or may have a disk of its own.
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = path.open("xb")
         self._buffer = memoryview(bytearray(_BUFFER))

@@ -146,7 +146,7 @@ WHOLE_BYTES = 256 << 20
 """If all files together are larger than this, only samples of each file are hashed."""
 _BLOCK_BYTES = 64 << 10
 _BLOCKS = 16
-# A file that was changed less than this ago may change again without a new modification time: do not cache its hash.
+# Do not cache the hash of a file changed within these seconds: another change may keep the modification time.
 _SETTLED_SECONDS = 2.0
 
 

@@ -67,7 +67,7 @@ class DataSource(Protocol):
         """
 
     def check(self, *, seq_len: int, global_batch: int, ranks: int, vocab_size: int, validation_sequences: int) -> None:
-        """Check the rules that can be checked now; after `prepare` called again for the others. By default no rules.
+        """Check the rules that can be checked now; called again after `prepare`, for the others. By default: no rules.
 
         Args:
             seq_len: tokens in a sequence.
@@ -240,7 +240,7 @@ def check_state(state: Mapping[str, Any], **now: object) -> None:
     """
     keys = {"seq_len": "training.seq_len", "seed": "seed", "streams": "data.streams"}
     for name, value in now.items():
-        # A seed may be any number of 63 bits.
+        # A seed may have 63 bits, more than `as_saved` allows by default.
         as_saved(name, state.get(name), type(value), most=MOST_64_BITS)
     as_saved("samples", state.get("samples"), int)
     for name, value in now.items():
@@ -294,7 +294,7 @@ class Separators:
     def starts(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """For each token, the place in the sequence where its document begins: `[batch, seq]` → int64 `[batch, seq]`.
 
-        A document that began in an earlier sequence begins at 0. If the same token begins and ends documents, two such
+        A document from an earlier sequence begins at 0. If the same token begins and ends documents, two such
         tokens side by side separate two documents.
         """
         import numpy as np

@@ -195,7 +195,7 @@ def _opened(file: Path) -> io.BufferedReader:
 
 
 def corpus_of(patterns: str, text_field: str) -> Corpus:
-    """The corpus of the files that match. Files of folders and globs that only describe data are left out."""
+    """The corpus of the files that match `patterns`, without files of folders and globs that only describe data."""
     files = matching(patterns)
     named = {Path(pattern) for pattern in _patterns(patterns)}
     about = tuple(file for file in files if file not in named and _is_about(file))
@@ -211,12 +211,12 @@ def _is_about(file: Path) -> bool:
     return name in _ABOUT or (name.partition(".")[0] in _ABOUT_TEXTS and _kind(file) == "text")
 
 
-# Folders that are not read: installed packages, what only some systems have, and tables of characters (poor text).
+# Folders that are not read: installed packages, tests, modules that only some systems have, tables of characters.
 _LEFT_OUT = {
     *("__pycache__", "__phello__", "dist-packages", "encodings", "ensurepip", "idlelib"),
     *("lib-dynload", "lib2to3", "site-packages", "test", "tests", "turtledemo"),
 }
-# Files whose names begin like this are not read: they have paths of the machine that built this Python.
+# Files whose names begin with one of these are not read: they have paths of the machine that built this Python.
 _BUILT = ("_sysconfigdata", "_sysconfig_vars")
 
 
@@ -260,7 +260,7 @@ def matching(patterns: str, key: str = "data.files") -> tuple[Path, ...]:
 
 
 def _matches(pattern: str) -> Iterator[str]:
-    """As `glob.iglob`, but this ends also if a link in a folder leads to a folder above it."""
+    """Like `glob.iglob`, but without endless repetition if a link in a folder leads to a folder above it."""
     head, several, tail = f"{pattern}{os.sep}".partition(f"{os.sep}**{os.sep}")
     if not several:
         yield from glob.iglob(pattern)
@@ -296,7 +296,7 @@ def _kind(file: Path) -> str:
 
 
 def _ending(file: Path) -> str:
-    """The ending of a file's name, without that of its compression, in small letters."""
+    """The ending of a file's name in lower case; the ending of a compression, such as `.gz`, is left out."""
     suffixes = [suffix.lower() for suffix in file.suffixes[-2:]]
     return "".join((suffixes[:-1] if suffixes[-1:] and suffixes[-1] in _PACKED else suffixes)[-1:])
 

@@ -72,7 +72,7 @@ class HuggingFaceSource(CachedText[HuggingFace]):
 
     @cached_property
     def _content(self) -> str:
-        """A hash of everything but the number of streams."""
+        """A hash of all that decides the documents and their tokens, except the number of streams."""
         config, tokenizer = self.config, self.tokenizer_identity()
         if config.path in LOCAL_BUILDERS:
             location: list[object] = [config.path, cache.hash_of_files(_local_files(config))]
@@ -160,7 +160,7 @@ class StreamDocuments:
             place = f"parts.{number}.position"
             counts = (as_saved(f"{place}.{name}", position.get(name), int) for name in ("epoch", "seen", "kept"))
             self._epoch, self._seen, self._kept = counts
-            # A text stands for a place that is missing: null is the beginning.
+            # If the key is missing, pass a string, which the check refuses: null is valid and means the beginning.
             state = as_saved(f"{place}.dataset", position.get("dataset", ""), dict | None)
         self._open(state)
 
@@ -196,7 +196,7 @@ class StreamDocuments:
 
     def _open(self, state: dict[str, Any] | None) -> None:
         """Begin to read this stream's files, from a state of the HF dataset; None: from the beginning."""
-        # Keep the state: after `load_state_dict` an HF dataset's `state_dict` returns another one until a row is read.
+        # Keep the state: after `load_state_dict`, an HF dataset's `state_dict` is another one until a row is read.
         self._start, self._begun = state, False
         self._part = self._dataset.shard(num_shards=self._files, index=self._number % self._files, contiguous=False)
         if state is not None:

@@ -28,7 +28,7 @@ class Text(DataConfig):
 
     # The tokenizer's path is not part of the run's identity: the data's fingerprint has the file's content.
     tokenizer: str | None = field(default=None, metadata={"identity": False})
-    # Small, so that the embedding of a small model does not outweigh its blocks.
+    # Small, so that the embedding of a small model has fewer parameters than its transformer blocks.
     vocab_size: int = 2048
     validation_fraction: float = 0.01
     document_mask: bool = field(default=False, metadata={"before": False, **NOT_PRICED})
@@ -125,7 +125,7 @@ class HuggingFace(Text):
     """
 
     kind: str = "hf"
-    # The data's fingerprint has the content of a local folder, and the name of a dataset on the hub.
+    # The path is not part of the run's identity: the data's fingerprint has a folder's content, or a hub's name.
     path: str = field(default="", metadata={"identity": False})
     name: str | None = None
     revision: str | None = None

@@ -158,8 +158,8 @@ def write_documents(
     Args:
         documents: texts; the tokens of each get the tokens of `separators_of` around them.
         fingerprint: a hash of the documents and the way to tokenise them, written to the index.
-        held_out: tells whether a document goes to the validation split. If it chose none of the documents or all, the
-            share `tail_fraction` of all tokens, from the end, becomes the validation split.
+        held_out: tells whether a document goes to the validation split. If all documents go to the same split, the last
+            tokens become the validation split: the share `tail_fraction` of all tokens.
     """
     for line in separators_in_words(tokenizer):
         report(line)
@@ -211,7 +211,7 @@ def _tokenised(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[tuple
     # Imported here: the checks of an index need no numpy.
     import numpy as np
 
-    # Cut texts only if two pieces, encoded one by one, decode to the text: some tokenizers would add a space.
+    # Cut texts only if two pieces, encoded one by one, decode to the same text: some tokenizers would add a space.
     cuttable = tokenizer.decode(tokenizer.encode("a\n") + tokenizer.encode("b")) == "a\nb"
     around = separators_of(tokenizer)
     before, after = ([] if token is None else [token] for token in (around.begin, around.end))

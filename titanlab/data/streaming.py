@@ -146,7 +146,7 @@ class ReadAhead:
         self._thread = threading.Thread(
             target=_read_ahead, args=(stream, self._ready, self._stop), name="titanlab-data", daemon=True
         )
-        # Python's exit also waits for the thread: if the thread is inside a library then, it can crash the interpreter.
+        # Wait for the thread also when Python exits: a thread that still runs in a library can crash the interpreter.
         self.close = weakref.finalize(self, _end, self._stop, self._thread)
         self._thread.start()
 

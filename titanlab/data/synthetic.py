@@ -81,7 +81,7 @@ def random_sequences(
 ) -> npt.NDArray[np.int64]:
     """The sequences with the numbers `[k]`; each ends with the label of its last token: int64 `[k, seq + 1]`.
 
-    With `document_tokens`, on average one token of this many is 0, which ends a document; no other token is 0.
+    With `document_tokens`, token 0 ends each document: on average one of `document_tokens` tokens is 0.
     """
     # Imported here: the checks of a recipe need no numpy.
     import numpy as np

@@ -53,7 +53,7 @@ _PLAIN = "The 1st line, it's naïve: 'x' == \"y\"\n\n  def f(x):\r\n\treturn {x:
 _LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 # The fewest tokens that can write text: two letters and a space. A file with fewer tokens is damaged.
 _FEWEST_TOKENS = 3
-# A vocabulary may have this many ids without a token, beside one for each token.
+# A vocabulary of n tokens may have at most n + _UNUSED ids without a token.
 _UNUSED = 1000
 SPECIAL = (
     *("<|begin_of_text|>", "<|end_of_text|>"),
@@ -61,7 +61,7 @@ SPECIAL = (
     *("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"),
     *(f"<|reserved_special_token_{number}|>" for number in range(5, 251)),
 )
-# Number of tokens in files of other models. They split text differently: Llama 3's pattern would give wrong tokens.
+# Number of tokens in files of other models, which split text otherwise: Llama 3's pattern would give wrong tokens.
 _OTHERS = {
     50256: "GPT-2 (r50k_base)",
     50280: "Codex (p50k_base)",
@@ -78,7 +78,7 @@ SECONDS = 30.0
 BYTES_PER_SECOND = 1 << 20
 # Limit of CPU seconds for the trial itself; usual patterns take 0.1 s.
 TRIAL_SECONDS = 2.0
-# Exit code of this process if Oniguruma has reached its own limit on backtracking.
+# Exit code of the process that tries patterns if Oniguruma has reached its own limit on backtracking.
 GIVEN_UP = 3
 # Llama 3's pattern, from its `llama/tokenizer.py`.
 PATTERN = (
@@ -349,7 +349,7 @@ class TiktokenTokenizer(HuggingFaceTokenizer):
         texts = {token: "".join(characters[byte] for byte in token) for token in ranks}
         merges = []
         for token in ranks:
-            # Like tiktoken, allow to merge any two tokens whose bytes joined are this token's bytes.
+            # Like tiktoken, merge any two tokens whose joined bytes are this token's bytes.
             parts = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
             known = [(ranks[one], ranks[two], one, two) for one, two in parts if one in ranks and two in ranks]
             merges += [(texts[one], texts[two]) for _, _, one, two in sorted(known)]

@@ -77,11 +77,11 @@ class Assembled:
 
     Attributes:
         model: a module that has all parameters of this rank, named as in the model's account.
-        to_device: takes the batch of this rank's data-parallel rank, and copies this rank's part of it to the device.
+        to_device: takes the batch of a data-parallel rank, and copies the part that this rank computes to the device.
         forward_backward: runs all microbatches of a step; the gradients are those of
             loss_sum / recipe.tokens_per_step · loss scale, summed over data-parallel ranks.
         loss_scale: the loss scale; it also runs the optimizer's step, or skips it.
-        evaluate: returns the sums of up to `evaluation_rows` sequences, without computing gradients.
+        evaluate: returns the `Sums` of up to `evaluation_rows` sequences, without computing gradients.
         after_update: has to be called when parameters have changed, and before the first step.
         after_first_step: has to be called by all ranks after the process's first `forward_backward`; raises
             ConfigError if a technique of the recipe did not take effect.
@@ -204,7 +204,7 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
                 with phase("backward"):
                     (part * scale).backward()
             part = graphs.kept(part.detach())
-            # No copy if every microbatch reduces: gradients have their own memory then, and may still be written to.
+            # Copy the first gradients: the graph's next run overwrites them. Reduced gradients have their own memory.
             if start == 0 and size < count and not recipe.reduces_each:
                 graphs.keep_gradients(stage.model.parameters())
             total = part if total is None else total + part
@@ -217,8 +217,8 @@ def _single(recipe: Recipe, world: World, mesh: Mesh, loss_scale: LossScale, pha
         evaluation_graphs.begin()
         tokens, labels = batch.tokens, batch.labels
         if recipe.layout.tensor > 1 or recipe.compile.compiles:
-            # Pad to a full microbatch: the tensor axis divides its number of tokens, and compiled code exists for its
-            # shape.
+            # Pad to a full microbatch: compiled code exists for its shape, and its number of tokens is divisible by the
+            # tensor degree.
             missing = size - tokens.shape[0]
             tokens, labels = F.pad(tokens, (0, 0, 0, missing)), F.pad(labels, (0, 0, 0, missing), value=IGNORE)
             documents = None if batch.documents is None else batch.documents.padded(missing)
@@ -321,7 +321,7 @@ class StepBatch(NamedTuple):
     documents: Packed | None = None
 
     def places(self, rows: slice, positions: torch.Tensor | None) -> tuple[torch.Tensor | HostStarts | None, ...]:
-        """The arguments that a model's forward takes after the tokens: `positions`, unless the batch has documents."""
+        """The arguments of a model's forward after the tokens: `positions`, or those of the batch's documents."""
         return (positions,) if self.documents is None else self.documents.arguments(rows)
 
 
@@ -367,7 +367,7 @@ class SkipBadSteps(LossScale):
     """A loss scale that takes no step if the gradient is not finite, up to `limit` times in a row.
 
     If the precision's own loss scale tolerates an overflow, and the loss is finite, the step is not bad: the
-    precision's loss scale skips it, and it does not count here.
+    precision's loss scale skips the step, and the step does not count towards `limit`.
     """
 
     def __init__(self, inner: LossScale, *, limit: int, device: torch.device) -> None:
@@ -435,8 +435,8 @@ class Stage:
     def expert_factor(self) -> float:
         """FSDP2's divisor of other parameters' gradients, divided by its divisor of experts' gradients.
 
-        FSDP2 divides by the ranks over which it sums: replicate · shard · context, and for experts replicate · shard ·
-        context · tensor / expert.
+        FSDP2 divides by the number of ranks over which it sums: replicate · shard · context, and for experts
+        replicate · shard · context · tensor / expert.
         """
         return self.mesh.layout.tensor / self.mesh.layout.expert
 
@@ -471,7 +471,7 @@ def build_stage(recipe: Recipe, world: World, mesh: Mesh, *, pieces: Sequence[st
         check_attention(model, account, seq_len=recipe.training.seq_len, context=layout.context)
         spread_attention(model, account.attention, method=config.context_method, group=mesh.axis("context").get_group())
     experts = spread_experts(model, mesh.expert_axis) if layout.expert > 1 else []
-    # Idle blocks have no backward pass, so they need no recomputation, and a compiler would refuse it.
+    # Idle blocks have no backward pass: they need no checkpointing of activations, and a compiler would refuse it.
     trained = {index: block for index, block in model.layers.items() if block_name(index) not in recipe.account.idle}
     recipe.ac.implementation().apply({int(index): block for index, block in trained.items()})
     recipe.compile.implementation().compile_blocks(
@@ -546,7 +546,7 @@ def thin(model: LanguageModel, pieces: Sequence[str], kept: Sequence[str]) -> No
 
 
 def together(owners: Mapping[str, LanguageModel]) -> nn.Module:
-    """One module with pieces of several stages, each under its name in the whole model; owners: piece → its stage."""
+    """A module with pieces of several stages, named as in the whole model; `owners`: piece → the stage that has it."""
     whole = nn.Module()
     for piece, stage in owners.items():
         container, _, key = piece.rpartition(".")

@@ -178,7 +178,7 @@ def _operations(
 def _per_token(
     account: ModelAccount, block: list[Operation], edges: list[Operation], *, batch: int, seq_len: int
 ) -> Iterator[str]:
-    """FLOPs by the convention must be three forward passes, plus six for each element of a vector (not in a matmul)."""
+    """The convention's FLOPs must be those of three forward passes, plus six for each element of a vector parameter."""
     forward = account.layers * forward_flops(block) + forward_flops(edges)
     vectors = sum(math.prod(shape) for shape in account.parameters.values() if len(shape) < 2)
     from_operations = 3 * forward // (batch * seq_len) + 6 * vectors
@@ -201,7 +201,7 @@ def _documents(model: LanguageModel, account: ModelAccount, *, batch: int, seq_l
 
 
 def _stages(make_model: Any, account: ModelAccount, *, batch: int, seq_len: int) -> Iterator[str]:
-    """The model must give the same logits if it is cut in two before any piece; one with a tied head is not cut."""
+    """The model must give the same logits if it is cut in two before any piece. Models with a tied head are not cut."""
     tokens = torch.arange(batch * seq_len).view(batch, seq_len) % account.vocab_size
     positions = torch.arange(seq_len)
     with torch.no_grad():

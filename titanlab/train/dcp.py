@@ -4,7 +4,7 @@
 
 `.metadata` is a pickle, a program that can call functions of any module, and `FileSystemReader.read_metadata` runs it.
 A folder may come from an untrusted source. Here every name in the pickle becomes a class that records its arguments,
-and names that are not on the list are refused. Nothing is imported, and the pickle can change only classes that are
+and names that are not in `_NAMES` are refused. Nothing is imported, and the pickle can change only classes that are
 made for this reading. Then each value's type and range are checked. When DCP uses no pickle, this code can go.
 """
 
@@ -62,7 +62,7 @@ _NAMES = frozenset(
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         *(("torch", name) for name in ITEM_BYTES),
-        # The checkpoint's path is such an object; the name of its module depends on the version of Python.
+        # The pickle has the checkpoint's path; the module of its class depends on the version of Python.
         *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
         # Python before 3.12 writes a member of an enumeration as getattr(class, name). Here getattr is never called.
         ("builtins", "getattr"),
@@ -75,7 +75,7 @@ class _Unreadable(ValueError):
 
 
 class _Recorded:
-    """A subclass stands for a name in the pickle, an instance for a call of that name; a dtype is a name without call.
+    """A subclass stands for a name in the pickle, and an instance for a call of that name. A dtype is never called.
 
     Attributes:
         name: name of the class or function, without its module.
@@ -191,7 +191,7 @@ def dcp_contents(checkpoint: Path, key: str, saved: SavedPosition | None = None)
     """Read the metadata of a folder without running code in it.
 
     Args:
-        saved: the position to use if the folder has no position.json; None: `export --format dcp` wrote the folder.
+        saved: the position, for a folder without position.json; None: read the position.json of the folder.
 
     Raises:
         DamagedCheckpoint: a file is missing, damaged or too large, or asks for a name that no checkpoint needs.
@@ -222,7 +222,7 @@ def dcp_contents(checkpoint: Path, key: str, saved: SavedPosition | None = None)
 
 
 def _places(whole: _Whole) -> tuple[list[str], dict[tuple[str, tuple[int, ...] | None], _Place]]:
-    """The names of the files, and where each chunk and object is, by its name and offsets."""
+    """The files' names; and the place of each chunk and object, by the entry's name and the chunk's offsets."""
     numbers: dict[str, int] = {}
     places = {}
     for index, place in whole.storage_data.items():
@@ -327,7 +327,7 @@ class CheckpointSource(WeightsSource):
         return read_box(self.contents, f"{self.prefix}{name}", offsets, sizes)
 
     def fill(self, parameters: Mapping[str, Tensor]) -> None:
-        # All at once: a file is opened once, and a block with parts of several parameters is read once.
+        # Load all at once: each file is opened once, and a 1 MiB block with parts of several parameters is read once.
         load_state({f"{self.prefix}{name}": parameter for name, parameter in parameters.items()}, self.contents)
 
 
@@ -355,8 +355,8 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES
     `checkpoint.load_from`; it has no states of random generators.
 
     Args:
-        prefix: the prefix of the parameters' names in the folder; empty, as torchtitan names them: the folder gets no
-            position.json, and is for `titanlab import`.
+        prefix: the prefix of the parameters' names in the folder. Empty: the names are as in torchtitan, and the folder
+            gets no position.json, so only `titanlab import` can read it.
 
     Raises:
         ConfigError: the checkpoint is damaged.

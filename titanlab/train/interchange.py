@@ -182,7 +182,7 @@ def write_hf(source: WeightsSource, into: Path, *, dtype: str | None, shard_byte
             **source.about,
             "torch_dtype": dtype or source.usual_dtype,
         }
-        # Written last: without a config.json no library reads the folder as a model.
+        # Write config.json last: without it no library reads the folder as a model.
         write_json(part / weights.HF_CONFIG, config, durable=True)
     if line := left_out(source.biases):
         report(f"{line}; --format titanlab keeps them")
@@ -277,7 +277,7 @@ def write_weights(
         for name, entry in source.entries.items()
         for theirs in foreign[name].names
     }
-    # For each tensor in the files: its parameter in titanlab, and its number if that parameter is a stack of tensors.
+    # For each tensor in the files: titanlab's parameter, and the tensor's index if that parameter stacks tensors.
     ours = {theirs: (name, n) for name in source.entries for n, theirs in enumerate(foreign[name].names)}
     split = split_state_dict_into_shards_factory(
         entries,
@@ -357,7 +357,7 @@ def write_tokenizer_config(folder: Path, *, bos_id: int | None, eos_id: int | No
     if (folder / "tokenizer.json").is_file():
         library: Any = importlib.import_module("tokenizers")
         name_of = library.Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token
-        # transformers asks the post-processor of tokenizer.json whether to add bos; titanlab reads this entry, too.
+        # transformers asks the post-processor of tokenizer.json whether to add bos; titanlab reads `add_bos_token`.
         adds_begin = {} if bos_id in (None, eos_id) else {"add_bos_token": True}
         config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **adds_begin}
     else:
@@ -410,7 +410,7 @@ def check_apart(source: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which replaces `folder` when the block ends without an error.
+    """Yield a temporary folder, which replaces `folder` when the `with` statement ends without an error.
 
     Raises:
         ConfigError: another process is writing the folder, or it cannot be written.

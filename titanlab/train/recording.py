@@ -89,10 +89,10 @@ class Recorder:
         """Note that the run continues from an earlier step."""
 
     def compared(self, metrics: Mapping[str, float], warning: str) -> None:
-        """Add metrics that compare the ranks to the next rows; show the warning unless it is empty."""
+        """Add to the next rows the metrics that compare ranks; show the warning unless it is empty."""
 
     def measured(self, kind: str, step: int, metrics: Mapping[str, float], lines: Sequence[str]) -> None:
-        """Record a row of metrics with its own kind, and print the lines."""
+        """Record a row of metrics of this kind, and print the lines."""
 
     def validating(self, step: int) -> AbstractContextManager[Callable[[float], None]]:
         """A context in which held-out sequences are evaluated; yields a function to be called with their loss."""
@@ -125,7 +125,7 @@ _MOST_ROWS = 20
 
 
 class ExpertRows:
-    """Sums experts' counts of tokens over steps. It writes a row from time to time only: a large model's has 80 KB.
+    """Sums experts' counts of tokens over steps. It seldom writes a row, because a row of a large model has 80 KB.
 
     A row has `counts`, the tokens of each block's experts over all ranks and microbatches, and `steps`, the number of
     steps in these sums. At which steps rows are written depends only on the length of the run, so that runs with
@@ -208,7 +208,7 @@ class LoggingRecorder(Recorder):
         self._meter.begin()
 
     def started(self, seconds: Mapping[str, float]) -> None:
-        # Clear the phase here: if lines are not redrawn, the first step of a resumed run may print no line.
+        # Clear the shown phase: without live lines, the first step of a resumed run may print nothing that replaces it.
         self._console.phase(None)
         # Ignore a failed write: no other code needs this file.
         with self._meter.paused(), contextlib.suppress(OSError):
@@ -422,7 +422,7 @@ def open_recorder(
     with contextlib.ExitStack() as stack:
         log = run.logs / "rank-0.log"
         if LOG in os.environ:
-            # All output goes to the log anyway, so let the console write only to the log, with the time of day.
+            # All output goes to the log anyway: let the console write only there, with the time of day.
             null = stack.enter_context(Path(os.devnull).open("w"))
             console = stack.enter_context(Console(null, errors=null, log_file=log))
         else:

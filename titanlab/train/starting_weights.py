@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 KEY = "init_from"
 EXCLUDE = "init_from_exclude"
-# If a folder has no digest, a file above _LARGE_BYTES is hashed at _SAMPLES places: enough to tell weights apart.
+# If a folder has no digest, a file above _LARGE_BYTES is hashed at _SAMPLES places only: that tells weights apart.
 _SAMPLE_BYTES = 1 << 16
 _SAMPLES = 16
 _LARGE_BYTES = 1 << 26
@@ -116,8 +116,8 @@ def start_fingerprint(recipe: Recipe) -> str | None:
         return _sampled(sorted(path for path in checkpoint.glob("*.distcp") if path.is_file()))
     digest = hashlib.sha256()
     for file in read_contents(checkpoint, KEY).files:
-        # Checksums stand for the bytes, because reading the weights verifies them. Keep their form, whole numbers: any
-        # other form would change the identity of existing runs.
+        # Hash the checksums instead of the bytes: reading the weights verifies them. Keep the checksums' form, whole
+        # numbers: another form would change the identity of existing runs.
         checksums = ",".join(str(number) for (number,) in struct.iter_unpack("<Q", file.checksums))
         digest.update(f"{file.name}/{file.size}/{checksums};".encode())
     return digest.hexdigest()
@@ -127,7 +127,7 @@ def fill_start(recipe: Recipe, model: nn.Module, world: World) -> Biases:
     """Fill a materialised model, or this rank's part of it, with the weights of `init_from`; all ranks call it.
 
     Returns:
-        the biases that belong to the weights, for the routers of a recipe that has biases.
+        the routers' biases that belong to the weights; empty if the recipe's routers or the folder have none.
     """
     text, without = recipe.init_from, excluded(recipe)
     assert text is not None
@@ -200,7 +200,7 @@ def contents_of(checkpoint: Place, key: str) -> Contents:
 
 
 def _check_model(text: str, saved: ModelConfig | None, expected: ModelConfig, without: frozenset[str]) -> None:
-    """Compare two models. The vocabulary's size may differ if `without` (not read) has all parameters that need it."""
+    """Check that the models are equal. Their vocabularies may differ if `without` has all parameters that differ."""
     if saved is None:
         return
     if type(saved) is not type(expected):

@@ -49,7 +49,7 @@ class Load(NamedTuple):
 
     @property
     def most(self) -> float:
-        """The largest quotient of an expert's tokens and the mean over its block's experts, among all blocks."""
+        """The highest load of an expert: its tokens, divided by the mean over the experts of its transformer block."""
         return max(max(block) * len(block) / max(sum(block), 1.0) for block in self.counts)
 
     @property
@@ -64,8 +64,8 @@ class Totals(NamedTuple):
 
     loss: mean cross-entropy over the valid labels, in nats
     grad_norm: norm of the gradient of that loss, before clipping
-    stop: the largest signal that a rank has received, or 0
-    scaled: loss scale and skipped steps; None if the precision does not scale the loss
+    stop: the largest number of a signal that a rank has received, or 0
+    scaled: loss scale and skipped steps; None if the loss is not scaled and no step can be skipped
     saves: whether rank 0 asks for a checkpoint
     load: load of the experts; None: the model has no experts
     """
@@ -116,7 +116,7 @@ class Balance:
     """Counts the tokens of a model's experts and balances their load; does nothing for a model without experts.
 
     Args:
-        counts: whether this rank's counts are summed; of the ranks that route the same tokens only one is summed.
+        counts: whether this rank's counts are summed; of the ranks that route the same tokens, one counts.
         parts: number of ranks that route the same tokens.
         scale: the loss is multiplied by it before the backward pass.
     """
@@ -137,7 +137,7 @@ class Balance:
         self._rate, self._active = (0.0, 0) if experts is None else (experts.bias_rate, experts.active)
         shape = (0, 0) if experts is None else (account.layers, experts.count)
         self._initial = 1 / shape[1] if self._kind == "auxiliary_batch" else 0.0
-        # For each block and expert: its bias, or its share of the last step's tokens.
+        # For each transformer block and expert: the expert's bias, or its share of the last step's tokens.
         self._values = torch.full(shape, self._initial, dtype=torch.float32, device=device)
         self._routers: dict[int, Router] = {}
         if experts is None:
@@ -197,7 +197,7 @@ class Balance:
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue from a checkpoint's state; an empty state starts from the beginning."""
+        """Continue from a checkpoint's state; if it is empty, use the initial biases or shares."""
         if not state or not self.state():
             self._values.fill_(self._initial)
             return
@@ -236,7 +236,7 @@ class Reduction:
                 loss_sum / nominal_tokens, times the scale of the loss.
             nominal_tokens: labels of a step in which all are valid.
             loss_scale: gets the norm; None: the loss was not scaled.
-            saves: whether this rank asks for a checkpoint; None, the same on all ranks: no rank can ask.
+            saves: whether this rank asks for a checkpoint; None (then on all ranks): no rank can ask.
             balance: gives this rank's counts of experts' tokens, and gets the sums over ranks; None: no experts.
         """
         device, loss_scale = loss_sum.device, loss_scale or LossScale()
@@ -275,7 +275,7 @@ class Reduction:
     def gradient_factor(self, max_norm: float | None) -> Tensor | None:
         """The factor for the gradients: correction for ignored labels and the loss scale, and clipping.
 
-        None if the factor is 1, and the host knows this without waiting for the device.
+        None if the host knows, without waiting for the device, that the factor is 1.
         """
         factor = self._correction
         if max_norm is not None:
@@ -309,7 +309,7 @@ _COMPUTE = 1
 
 
 class RankTimes:
-    """Measures this rank, and compares the ranks every few steps.
+    """Measures the times of this rank, and compares those of all ranks every few steps.
 
     Args:
         every: steps between two comparisons; 0: compare only once, after the last step.
@@ -320,7 +320,7 @@ class RankTimes:
         self, every: int, world: World, *, pipeline: int, report: Callable[[Mapping[str, float], str], None]
     ) -> None:
         self._every, self._world, self._report = every, world, report
-        # A rank that is the only one of its stage is compared with ranks of other stages.
+        # If each stage has only one rank, ranks of different stages are compared.
         self._alone = pipeline == world.world
         self._peers = world.world if self._alone else world.world // pipeline
         self._is_cpu = world.device.type == "cpu"
@@ -385,7 +385,7 @@ class RankTimes:
     def _clock(self) -> float:
         if not self._is_cpu:
             return time.monotonic()
-        # CPU time of all threads, because a wait in a collective takes none; plus the wait for a core.
+        # Count CPU time of all threads: waiting in a collective takes none. Add the time of waiting for a core.
         return time.process_time() + _queued_seconds()
 
 
@@ -398,7 +398,7 @@ def compared(rows: list[list[float]], steps: int, *, peers: int) -> tuple[dict[s
     """
     busy = [data + compute for data, compute, *_ in rows]
     groups = [range(first, first + peers) for first in range(0, len(rows), peers)]
-    # For each rank, the median of its peers.
+    # For each rank, the median time of its peers without the rank itself.
     usual = [
         statistics.median([busy[peer] for peer in group if peer != rank] or [busy[rank]])
         for group in groups

@@ -1,7 +1,7 @@
-"""Describes a run to its trackers, holds rows until a checkpoint, and finds what a tracker lacks. Free of torch.
+"""Describes a run to its trackers, holds rows until a checkpoint, and finds what a tracker lacks. Imports no torch.
 
-`HeldRows` holds a row until a checkpoint includes its step, so that a rollback never has to withdraw a row. A tracker
-cannot: wandb takes the steps of a run in ascending order and drops a second row of a step; TensorBoard shows both rows.
+`HeldRows` holds a row until a checkpoint includes its step, so that a rollback never has to withdraw a row. No
+tracker can: wandb takes the steps of a run in ascending order and drops a second row of a step; TensorBoard shows both.
 `rebuild` writes a tracker's files again from metrics.jsonl.
 """
 
@@ -202,7 +202,7 @@ class HeldRows:
     def _release(self, until: int | None) -> None:
         while self._rows and (until is None or self._rows[0][0] <= until):
             step, metrics, time = self._rows.popleft()
-            # A lower step, which the tracker has already, comes only after a rollback beyond a damaged checkpoint.
+            # Skip steps that the tracker has: if the newest checkpoint is damaged, a rollback goes further back.
             if step >= self._logged:
                 self._tracker.log(step, metrics, time=time)
                 self._logged = step

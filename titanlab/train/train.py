@@ -276,7 +276,7 @@ def train(
             if step % recipe.training.gc_every == 0:
                 gc.collect(1)
             rank_times.after_step(step, last=step == recipe.training.steps)
-            # The profiler may take longer than a step to read or write the recording of a window of steps.
+            # Pause the watchdog: the profiler may need longer than a step to read or write what it has recorded.
             with watchdog.pausing("the profiler", step):
                 profiler.after_step(step)
 
@@ -635,7 +635,7 @@ class RepeatedStep:
         found = {rank: each for rank, each in enumerate(everyone) if each[0] or each[1]}
         if not found:
             return
-        # Prefer the ranks with another loss: a wrong gradient spreads to other ranks in the reduction, a loss does not.
+        # Prefer ranks whose two losses differ: a reduction spreads a wrong gradient to other ranks, but no wrong loss.
         ranks = [rank for rank, (is_other_loss, *_) in found.items() if is_other_loss] or list(found)
         named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of ranks {', '.join(map(str, ranks))}"
         is_other_loss, names, count = found[ranks[0]]

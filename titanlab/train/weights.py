@@ -57,7 +57,7 @@ class TensorEntry:
         return BYTES[self.dtype] * math.prod(self.shape)
 
     def chunks(self, *, rows: int = 1) -> Iterator[tuple[list[int], list[int]]]:
-        """Cut the tensor into boxes of about CHUNK_BYTES and full groups of `rows` rows; yields offsets and sizes."""
+        """Cut the tensor into boxes of about CHUNK_BYTES, with a multiple of `rows` rows; yields offsets and sizes."""
         width = self.nbytes // max(self.shape[0], 1)
         step = max(CHUNK_BYTES // max(width * rows, 1), 1) * rows
         for start in range(0, self.shape[0], step):
@@ -126,7 +126,7 @@ class SafetensorsSource(WeightsSource):
     """Weights in safetensors files of titanlab or of another library.
 
     Attributes:
-        places: the file of each tensor and its name there, by the tensor's name in `foreign` and `copies`.
+        places: for each tensor name in `foreign` and `copies`, the file, and the tensor's name in that file.
         foreign: name and order of rows in the files, by titanlab's name.
     """
 
@@ -380,7 +380,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
 )
-# The files in a model's top folder; folders below it have other formats.
+# Patterns of the files to fetch from a model's top folder; the folders below it have other formats.
 _WANTED = (HF_CONFIG, GENERATION, "model*.safetensors", HF_INDEX, *TOKENIZER_FILES)
 # Keys of config.json that are not part of the model config; import and export do not change them.
 ABOUT = (CONTEXT, "bos_token_id", "eos_token_id", "pad_token_id")
