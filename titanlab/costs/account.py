@@ -434,12 +434,11 @@ def parameter_style(account: ModelAccount, parameter: str) -> str:
 def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
     """FLOPs of forward and backward for one token: 6·(N − N_emb) + 12·L·H·Q·T; N counts only the active experts.
 
-    Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per
-    layer for H heads of width Q over T positions, without a discount for causality and without
-    recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb counts the tables of tokens and learned
-    positions, which are looked up, not multiplied; a table that is tied to the head multiplies, so it
-    is not subtracted. Norm weights and biases count in N, as usual, although they need no matmul.
-    Frozen weights have no gradient, which is 2 FLOPs less; pieces without a backward pass only compute forward.
+    Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per layer for H heads of
+    width Q over T positions, without a discount for causality and without recomputation (PaLM, arXiv 2204.02311,
+    appendix B). N_emb counts the tables of tokens and learned positions, which are looked up, not multiplied. A table
+    that is tied to the head multiplies and counts in N. Norm weights and biases count in N too, although they need no
+    matmul. Frozen weights have no gradient (2 FLOPs less); pieces without a backward pass only compute forward.
     """
     weights = 6 * (account.active_count - account.embedding_count)
     attention = 12 * account.layers * account.heads * account.head_dim * seq_len

@@ -390,7 +390,7 @@ class _Shaped:
         self.recipe, self.machine, self.layout = recipe, machine, _inside(recipe.layout)
         layout, model, formats = self.layout, recipe.model, recipe.precision.formats()
         self.facts = model_facts(model)
-        # One microbatch, and only the degrees that cut a block: the times are for all recipes that are equal in these.
+        # One microbatch, and only the degrees that cut a block: recipes that differ in other degrees share these times.
         self.step = replace(step_of(recipe, account=self.facts.sample), layout=layout, microbatches=1)
         self.part = RankWork(
             share=share_of(recipe),

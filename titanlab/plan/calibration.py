@@ -120,8 +120,7 @@ def _with_link(
 ) -> Cluster:
     """The cluster with the bandwidth of measured collectives; adds their efficiency and latency to `shares`.
 
-    Fits seconds = latency · fixed + bytes / bandwidth, where `fixed` is the machine's time for a collective without
-    bytes. After division by `fixed` this is a straight line.
+    Fits the line seconds / fixed = latency + bytes / (bandwidth · fixed); fixed: the machine's time without bytes.
     """
     group, nodes = collectives[0].group, 1 if collectives[0].group == names.NODE else 2
     sizes, times = [], []

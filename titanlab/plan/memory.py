@@ -64,11 +64,11 @@ ITEMS = (
     "logits and loss",
     "communication buffers",
 )
-# Number of blocks whose gradients exist in the precision of the reduction: the reduced block, and the block before it.
+# This many blocks have gradients in the precision of the reduction: the block being reduced, and the one before it.
 _REDUCED_BLOCKS = 2
 # Bytes of a number in float32.
 _FLOAT = 4
-# A moment's limit of bytes of activations, if there is none: more than any rank keeps, so all that it keeps counts.
+# Stands for no limit on the bytes of activations at a moment: it is more than any rank keeps.
 _ALL_KEPT = sys.maxsize
 
 
@@ -77,8 +77,8 @@ class RankMemory:
     """The memory of one rank of a pipeline at the moment of a step when it is largest.
 
     Attributes:
-        moment: `loss`; `backward`: the backward pass of its first block, when all activations exist; `end`: the end of
-            the backward pass, when all gradients exist; or `optimizer`.
+        moment: `loss`; `backward`: the begin of the backward pass, when all activations exist; `end`: the end of the
+            backward pass, when all gradients exist; or `optimizer`.
         items: bytes by name, in the order of `ITEMS`.
     """
 
@@ -256,7 +256,7 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
     gradients = whole.trained if accumulates and not sums_whole else 0
     if fsdp:
         reshards = config.frees_after_forward
-        # Gathered at the same time are at most the `gathered_blocks`, one of which computes, and the prefetched blocks.
+        # At most these blocks are gathered at once: the `gathered_blocks`, one of which computes, and those prefetched.
         ahead = max(1, config.prefetch)
         at_once = (config.gathered_blocks + ahead) * block.gathered
         gathered = min(edges.gathered + at_once, whole.gathered) if reshards else whole.gathered
@@ -437,8 +437,8 @@ def stored_pieces(
 def _parameters(model: ModelConfig, freeze: tuple[str, ...]) -> tuple[Mapping[str, Sequence[str]], Mapping[str, str]]:
     """For each piece, the names of its parameters; and for each piece, the first piece with equal parameters.
 
-    Equal parameters have equal names within the piece and shapes, and the same are frozen. A model that cannot be cut
-    is one piece, named "".
+    Parameters are equal if names within the piece, shapes and frozen names are. A model that cannot be cut is one
+    piece, named "".
     """
     account = with_frozen(model_facts(model).account, freeze)
     names: dict[str, list[str]] = {piece: [] for piece in account.pieces or ("",)}

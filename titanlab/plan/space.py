@@ -315,7 +315,7 @@ class LayoutSpace:
         return _broken(recipe_rules.check_tensor, layout, config, account_for(self._account, layout), **given)
 
     def _legal_schedules(self, pipeline: int, microbatches: int) -> tuple[Sequence[Choice], str]:
-        """The schedules that a pipeline can run, and the rule that the last schedule that it cannot run breaks."""
+        """The schedules that a pipeline can run, and the rule that forbids the last of the other schedules."""
         if pipeline > self._account.layers and microbatches > 1:
             # The pipeline has more ranks than the model has blocks, whatever the number of microbatches.
             return self._legal(pipeline, 1)

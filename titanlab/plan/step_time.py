@@ -88,7 +88,7 @@ def step_time(
     else:
         _add_whole_gradients(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)
-    # Without clipping the factor is 1. A CPU then skips the scaling; a GPU scales, as its host does not read it.
+    # Without clipping the factor is 1: a CPU skips the scaling; a GPU scales, as its host does not read the factor.
     scales = recipe.training.max_grad_norm is not None or recipe.cluster.accelerator != "cpu"
     passes = _GRADIENT_PASSES + _SCALING_PASSES * scales
     moved = 2 * (parameters + states) + (1 + passes) * parameters
