@@ -43,7 +43,7 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
     traffic = Traffic()
     for number, pieces in step.stages_of(rank):
         if step.replicas_by_ddp:
-            # Counts one bucket, as in a run's first step; in later steps DDP has buckets of 25 MiB.
+            # Count DDP's gradients as one bucket, as in a run's first step; in later steps DDP has buckets of 25 MiB.
             frozen = sum(math.prod(step.account.parameters[name]) for name in step.account.frozen)
             size = (step.account.parameter_count - frozen) * step.master_bytes
             times = step.microbatches if step.reduces_each else 1

@@ -166,7 +166,7 @@ class Machine:
     notes: tuple[str, ...] = ()
 
     def product_rate(self, dtype: str) -> float:
-        """FLOP/s that products in a dtype sustain; without a figure, that of bfloat16 or of the slowest dtype."""
+        """FLOP/s that products in a dtype sustain; without a rate for it, bfloat16's or the slowest dtype's."""
         rates = self.product_flops
         bfloat16 = rates.get("bfloat16") or min(rates.values())
         # Tensor cores do not multiply in float32. Without a figure, take 1/16 of bfloat16, which is an A100's ratio.

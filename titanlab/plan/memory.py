@@ -1,7 +1,7 @@
 """The memory that each rank of a pipeline needs, item by item, and the memory that it reserves on its device.
 
-The bytes of parameters, gradients and optimizer state are exact. The policies of checkpointing declare the bytes of
-saved activations. All other bytes are estimated from how FSDP2, autograd, the loss and the allocator work.
+The bytes of parameters, gradients and optimizer state are exact. The AC policies (`titanlab.techniques.ac`) declare the
+bytes of saved activations. All other bytes are estimated from how FSDP2, autograd, the loss and the allocator work.
 """
 
 from __future__ import annotations

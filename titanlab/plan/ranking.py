@@ -230,7 +230,7 @@ class RecipeRanking:
             yield count * sum(self._passes(groups[0], alone)) / space.world, groups
 
     def _fits(self, group: RecipeGroup, schedules: Sequence[Choice]) -> bool:
-        """Whether some recipe of a group may fit into memory; if none may, count all of them as too large."""
+        """Whether a recipe of the group may fit into memory; if none may, all its recipes are counted as too large."""
         recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
         each = recipe.reduces_each or self._may_reduce_each(recipe)
         needed = self.machine.reserved_bytes(least_memory(recipe, schedules, reduces_each=each))

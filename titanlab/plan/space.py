@@ -375,7 +375,7 @@ def all_layouts(world: int) -> Iterator[Layout]:
 
 
 def _without_experts(world: int) -> Iterator[list[Layout]]:
-    """All layouts without experts, in lists whose layouts differ only in `replicate` and `shard`."""
+    """All layouts without expert parallelism, in lists whose layouts differ only in `replicate` and `shard`."""
     for pipeline in divisors(world):
         for tensor in divisors(world // pipeline):
             for context in divisors(world // pipeline // tensor):

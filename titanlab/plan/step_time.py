@@ -122,7 +122,7 @@ def _straggling(recipe: Recipe, machine: Machine, seconds: float) -> float:
 
 
 def blocks_time(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) -> BlocksTime:
-    """Seconds without data parallelism and optimizer; of `replicate` and `shard` only the product matters here.
+    """Seconds of a step without data parallelism and optimizer. Only the product of `replicate` and `shard` matters.
 
     Raises:
         ConfigError: as `step_time`.

@@ -249,7 +249,7 @@ def load(source: str | TextIO, name: str) -> Any:
 
 
 def is_text(name: str, typed: str) -> bool:
-    """Whether a scalar is text for a key. If the key also accepts booleans, `true` and `false` are not text."""
+    """Whether a value of the key `name` is text. If the key also accepts booleans, `true` and `false` are not text."""
     kinds = types_of(name)
     return str in kinds and not (bool in kinds and typed.lower() in ("true", "false"))
 
