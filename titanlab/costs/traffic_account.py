@@ -64,9 +64,9 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
 
 
 def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
-    """Add gathers and reductions of FSDP2's units: each block is a unit, and the other pieces of a stage are another.
+    """Add gathers and reductions of FSDP2's units: each block is a unit; the other pieces of a stage together are one.
 
-    Of these other pieces, each in `fp32_parts` is a unit of its own. All units outside blocks and the last blocks (by
+    But each piece in `fp32_parts` is a unit of its own. All units outside blocks and the last blocks (by
     default one) are gathered once per step. Earlier blocks are gathered twice per microbatch with resharding, else once
     per step. Without a pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1
     reduce-scatters, or M·(L + 1) if each microbatch reduces. Replicas sum gradients once per step. Frozen parameters

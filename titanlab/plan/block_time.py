@@ -181,7 +181,7 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
         elif operation.kind == "attention":
             flops = operation.flops / 2 / (share.tensor * share.context)  # causal: half of the square
             if share.context > 1:
-                # A kernel computes one chunk with another: the last tile is not full, and multiprocessors may idle.
+                # A kernel computes a rectangle of queries × keys: its last tile is not full, and multiprocessors idle.
                 batch, heads, seq_len, _ = operation.output
                 chunk = seq_len / (2 * share.context)
                 tiles = math.ceil(chunk / _QUERY_TILE)
