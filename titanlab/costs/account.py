@@ -35,9 +35,9 @@ class Activation:
         copy_of: name of the original, if this tensor is a copy in another precision; with equal widths there is no
             copy.
         accelerator: the only accelerator on which the tensor exists; empty: all.
-        with_experts: how expert parallelism, where each rank of the tensor axis routes its own tokens, changes the cut.
-            `stream`: to `stream`. `only`: to `stream`, and the tensor exists only then. Empty: it does not. The cut
-            `all` stays; with `stream` the tensor then covers only this rank's experts.
+        with_experts: what changes with expert parallelism, where each rank of the tensor axis routes its own tokens.
+            `stream`: the cut becomes `stream`; but the cut `all` stays, and covers only this rank's experts. `only`:
+            the cut becomes `stream` (`all` stays), and without expert parallelism there is no such tensor.
     """
 
     name: str
@@ -377,8 +377,8 @@ class TensorStyle:
         cut_dim: the dim along which parameters are cut; None: they stay whole, as do parameters without this dim.
         allows_uneven: whether parts may have different sizes.
         is_stack: whether parameters have one dim before those of a layer: they are stacked matrices of experts.
-        gathers: whether the module reads the residual stream: all-gather forward (or nothing), sum backward.
-        sums: whether the module adds to the residual stream: sum forward, all-gather backward (or nothing).
+        gathers: whether the module reads the residual stream: all-gather forward if the stream is cut, sum backward.
+        sums: whether the module adds to the residual stream: sum forward, all-gather backward if the stream is cut.
         has_parameters: whether the module itself has parameters.
         treats_part: whether whole parameters act on a rank's part of an activation, so that each rank has only a
             partial gradient of them.
@@ -400,7 +400,7 @@ STYLES = {
     "gathered": TensorStyle(gathers=True, has_parameters=False),
     "norm": TensorStyle(),
     "head_norm": TensorStyle(treats_part=True),
-    # All ranks choose the same experts for all tokens, and each has a part of every expert.
+    # All ranks choose the same experts for all tokens, and each rank has a part of every expert.
     "experts": TensorStyle(gathers=True, sums=True, has_parameters=False),
     "router": TensorStyle(treats_part=True),
     "expert_colwise": TensorStyle(cut_dim=1, is_stack=True),
@@ -434,12 +434,11 @@ def parameter_style(account: ModelAccount, parameter: str) -> str:
 def training_flops_per_token(account: ModelAccount, *, seq_len: int) -> int:
     """FLOPs of forward and backward for one token: 6·(N − N_emb) + 12·L·H·Q·T; N counts only the active experts.
 
-    Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per
-    layer for H heads of width Q over T positions, without a discount for causality and without
-    recomputation (PaLM, arXiv 2204.02311, appendix B). N_emb counts the tables of tokens and learned
-    positions, which are looked up, not multiplied; a table that is tied to the head multiplies, so it
-    is not subtracted. Norm weights and biases count in N, as usual, although they need no matmul.
-    Frozen weights have no gradient, which is 2 FLOPs less; pieces without a backward pass only compute forward.
+    Every weight that multiplies costs 2 FLOPs forward and 4 backward; attention costs 12·H·Q·T per layer for H heads of
+    width Q over T positions, without a discount for causality and without recomputation (PaLM, arXiv 2204.02311,
+    appendix B). N_emb counts the tables of tokens and learned positions, which are looked up, not multiplied. A table
+    that is tied to the head multiplies and counts in N. Norm weights and biases count in N too, although they need no
+    matmul. Frozen weights have no gradient (2 FLOPs less); pieces without a backward pass only compute forward.
     """
     weights = 6 * (account.active_count - account.embedding_count)
     attention = 12 * account.layers * account.heads * account.head_dim * seq_len
@@ -523,7 +522,7 @@ def gathered_part(account: ModelAccount, name: str, *, tensor: int, fsdp: int, n
     """Shape of a parameter after FSDP2's gather: a tensor-parallel rank's part, padded so that all shards are equal."""
     shape = tensor_part(account, name, tensor=tensor, number=number)
     if sharded_dim(account, name, tensor=tensor, fsdp=fsdp) > 0:
-        return shape  # such a dim is divisible; the rules of layouts require this for columns
+        return shape  # no padding: this dim is divisible (for columns, the rules of layouts require it)
     return (-(-shape[0] // fsdp) * fsdp, *shape[1:])
 
 

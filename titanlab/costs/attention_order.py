@@ -91,7 +91,7 @@ class AttentionRates:
 
 @functools.cache
 def attention_rates(capability: Capability | None) -> AttentionRates:
-    """The rates of a device; if none are known, those of Hopper."""
+    """The rates of devices with this major capability; if none are known, those of Hopper."""
     rows = json.loads(TABLE.read_text())["rates"]
     row = next((row for row in rows if capability is not None and row["capability"][0] == capability[0]), rows[0])
     shares = {name: (ahead / row["peak"], back / row["peak"]) for name, (ahead, back) in row["tflops"].items()}

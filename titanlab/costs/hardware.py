@@ -55,12 +55,12 @@ _H100_PCIE = _peaks(756, fp8=1513, tf32=378, fp32=51)
 _B200 = _peaks(2250, fp8=4500, tf32=1125, fp32=None)
 _GB200 = _peaks(2500, fp8=5000, tf32=1250, fp32=None)
 _L40S = _peaks(362, fp8=733, tf32=183, fp32=91.6)
-# No fp8 for MI300X: its float8 formats (…fnuz) are others than those that this table names.
+# No fp8 for MI300X: its float8 formats (…fnuz) are not the formats that this table names.
 _MI300X = _peaks(1300, fp8=None, tf32=653.7, fp32=163.4)
 # Hopper's rates are medians over the products of a step of Llama 3 8B on an H200 at its limit of 700 W, where its clock
 # is 1.45 instead of 1.98 GHz (benchmarks/results/gpu_session_h200). An H100 counts like an H200. The medians are 0.85
-# of MAMF, the largest rate over all shapes. Only MAMF is known of Blackwell (1,745, 3,432.5 and 1,822 TFLOP/s), so it
-# is scaled down too. The A100's rate is its MAMF, 0.87 of its peak: its power limit hardly lowers its clock.
+# of MAMF, the largest rate over all shapes. Of Blackwell only MAMF is known (1,745, 3,432.5 and 1,822 TFLOP/s): its
+# rates are MAMF scaled down. The A100's rate is its MAMF, 0.87 of its peak: its power limit hardly lowers its clock.
 _A100_PRODUCTS = {"bfloat16": 271.2}
 _HOPPER_PRODUCTS = {"bfloat16": 673.7, "float8_e4m3fn": 1200.0}
 _B200_PRODUCTS = {"bfloat16": 1480.0, "float8_e4m3fn": 2834.0}

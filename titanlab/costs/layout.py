@@ -92,7 +92,7 @@ class Layout:
         """
         if mixed:
             return "fsdp2"
-        # Only without other axes: DDP cannot sum gradients of DTensors, nor of schedules that split the backward.
+        # DDP only without other axes: it cannot sum gradients of DTensors, nor of schedules that split the backward.
         if self.replicate == self.world > 1:
             return "ddp"
         shards_experts = self.expert > 1 and self.expert_shard > 1

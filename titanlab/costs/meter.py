@@ -81,7 +81,7 @@ class Speed:
         data_seconds: mean time per step spent waiting for data.
         tokens_per_second: tokens per second of one device.
         tflops: TFLOP/s of one device, by the convention for FLOPs per token.
-        mfu_percent: share of the device's peak; None if the peak is unknown, or wrong because the share is over 100.
+        mfu_percent: share of the device's peak; None if the peak is unknown, or must be wrong (a share over 100).
     """
 
     steps: int
@@ -154,7 +154,7 @@ class Meter:
 
     @contextlib.contextmanager
     def loading_data(self) -> Iterator[None]:
-        """Time inside the block is waiting for data, a part of the step.
+        """Count the time inside the block as waiting for data, which is a part of the step.
 
         Enter this once for each step if `end_step` is called with `at`.
         """

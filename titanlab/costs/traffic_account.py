@@ -1,4 +1,4 @@
-"""Formulas for a step's communication, which give a table; they need the model's account, layout and a few options.
+"""Formulas that give a table of a step's communication, from the model's account, the layout and a few options.
 
 The formulas count every operation; tests compare them with traced steps. Symbols: M microbatches, L blocks.
 
@@ -43,7 +43,7 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
     traffic = Traffic()
     for number, pieces in step.stages_of(rank):
         if step.replicas_by_ddp:
-            # Counts one bucket, as in a run's first step; in later steps DDP has buckets of 25 MiB.
+            # Count DDP's gradients as one bucket, as in a run's first step; in later steps DDP has buckets of 25 MiB.
             frozen = sum(math.prod(step.account.parameters[name]) for name in step.account.frozen)
             size = (step.account.parameter_count - frozen) * step.master_bytes
             times = step.microbatches if step.reduces_each else 1
@@ -64,9 +64,9 @@ def step_traffic(step: Step, rank: Coordinate) -> list[TrafficRow]:
 
 
 def add_sharding(step: Step, rank: Coordinate, number: int, pieces: Sequence[str], traffic: Traffic) -> None:
-    """Add gathers and reductions of FSDP2's units: each block is a unit, and the other pieces of a stage are another.
+    """Add gathers and reductions of FSDP2's units: each block is a unit; the other pieces of a stage together are one.
 
-    Of these other pieces, each in `fp32_parts` is a unit of its own. All units outside blocks and the last blocks (by
+    But each piece in `fp32_parts` is a unit of its own. All units outside blocks and the last blocks (by
     default one) are gathered once per step. Earlier blocks are gathered twice per microbatch with resharding, else once
     per step. Without a pipeline that is 2·M·(L − 1) + 2 all-gathers with resharding, else L + 1; and L + 1
     reduce-scatters, or M·(L + 1) if each microbatch reduces. Replicas sum gradients once per step. Frozen parameters
@@ -210,12 +210,12 @@ def add_context(
                 returned = 2 * (after * whole + before * half)
                 traffic.add(axis, "all_to_all", returned, ranks=ranks, times=times, own=0)
             continue
-        # A rank first sends its own keys and values, then those that arrive. A receiver gets only the first half of
-        # what ranks before it own.
+        # A rank first sends its own keys and values, then those that it has received. Of the keys and values of ranks
+        # before it, a receiver gets only the first half.
         sent = (0, ranks - 1) if before == 0 else (min(after + 1, ranks - 1), before - 1)
         messages = [("send", sent, passes), ("recv", (after, before), passes)]
         if not ends:
-            # Gradients of received keys and values go to their owners; gradients of this rank's own arrive.
+            # Gradients of received keys and values go to their owners; those of this rank's keys and values arrive.
             messages += [("send", (after, before), 1), ("recv", (before, after), 1)]
         for kind, (wholes, halves), count in messages:
             traffic.add(axis, kind, whole, ranks=ranks, times=2 * times * count * wholes)
@@ -341,7 +341,7 @@ class Step:
         reduces_each: gradients are reduced after each microbatch; in a pipeline, only those of blocks.
         sequence_parallel, loss_parallel, context_method: the values of the config `parallelism`.
         loss_chunk: tokens for which the loss is computed at once; 0: all of a microbatch.
-        pads_chunks: the last chunk is as large as the others.
+        pads_chunks: the loss's last chunk is padded to the size of the others.
         accelerator: `cpu` or `cuda`. On CPU an all-to-all replaces gloo's reduce-scatter, which has twice the traffic.
         stages: for each stage of a pipeline, its pieces of the model; empty: one stage has all pieces.
         placement: for each stage, its rank on the pipeline axis.

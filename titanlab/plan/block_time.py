@@ -37,10 +37,10 @@ from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.model.contract import ModelConfig
 from titanlab.techniques.precision.contract import ProductFormat
 
-# Side of a tile of the output that a product's kernels compute at once; a partial tile takes as long as a full one.
+# A product's kernels compute the output in square tiles of this side; a partial tile takes as long as a full one.
 _TILE = 128
-# Cost of transposing one float8 element in memory, given as the bytes that separate kernels move in the same time. It
-# comes from 1.98 ms for 2²⁸ elements on a Hopper GPU (pytorch/pytorch#113560), with 3.35 TB/s times the fitted share.
+# Time to transpose one float8 element in memory, given as the bytes that separate kernels move in that time. A Hopper
+# GPU took 1.98 ms for 2²⁸ elements (pytorch/pytorch#113560); kernels move 3.35 TB/s times the fitted share.
 TRANSPOSED = 18
 # Bytes moved to scale one element of a product's result: read 2 and write 2; eager mode also writes and reads the
 # product of the two scales, in float32.
@@ -50,11 +50,11 @@ _ADDED = 6
 # The backward pass of fused attention has five products, the forward pass two (arXiv 2307.08691, section 2.3).
 _ATTENTION_BACKWARD = 2.5
 # Bytes that `titanlab.parallelism.context` moves outside attention's kernels, for each element of the rank's part of
-# the output, the keys or the values. Forward: copies to float32 and back at the begin and end of the ring; for each
-# hop, the copy of the partial output in float32 (read 2, write 4) and its merge (read 8, write 4).
+# the output, keys or values. `_RING_ENDS`: copies to float32 before the ring and back after it. `_MERGE`, for each hop:
+# the float32 copy of the partial output (read 2, write 4) and its merge (read 8, write 4), in `_MERGE_KERNELS` kernels.
 _RING_ENDS, _MERGE, _MERGE_KERNELS = 12, 18, 8
-# Backward: for each hop, the addition to the queries' gradient in float32. For keys and for values: the zeros, the
-# addition of the kernel's gradients to these zeros, and the addition of other ranks' gradients in float32.
+# The same for the backward pass. `_MERGE_QUERIES`, for each hop: the addition to the queries' float32 gradient.
+# `_MERGE_KEYS`: zeros, the addition of the kernel's gradients to these zeros, and of other ranks' gradients in float32.
 _MERGE_QUERIES, _MERGE_KEYS, _MERGE_BACKWARD_KERNELS = 10, 18, 10
 # Rows of queries that one multiprocessor computes at once (a tile); and the number of multiprocessors of an H100, which
 # stands for all devices (an A100 has 108, a B200 148). If there are fewer tiles, some multiprocessors are idle.
@@ -125,17 +125,17 @@ class RankWork:
     chunks: int = 1
 
 
-# Load of the busiest expert above the mean load, as a share of the mean: 0.04 with the balance `bias`, 0.72 with an
-# auxiliary loss (arXiv 2408.15664, table 2, 1B: MaxVio over a whole validation set). Assumptions: a step's batch has
-# the same share, although fewer tokens vary more; and without a balance the share is that of an auxiliary loss.
+# By how much the busiest expert's load exceeds the mean, as a share of the mean: 0.04 with the balance `bias`, 0.72
+# with an auxiliary loss (arXiv 2408.15664, table 2, 1B: MaxVio over a whole validation set). Assumed: the share is the
+# same for the fewer tokens of a step, whose loads vary more; and a model without a balance has 0.72 too.
 _VIOLATIONS = {"bias": 0.04}
 _VIOLATION = 0.72
 
 
 def imbalance_of(experts: RoutedExperts | None, degree: int) -> float:
-    """Rows of the busiest rank of those that share the experts, as a multiple of the ranks' mean.
+    """Token rows that the busiest rank of expert parallelism gets, as a multiple of the ranks' mean.
 
-    Assumes that experts' loads are independent: the mean load of a rank's experts then deviates less than one load.
+    Assumes that experts' loads are independent: a rank's mean load then deviates less than one expert's load.
     """
     if experts is None or degree == 1:
         return 1.0
@@ -167,7 +167,7 @@ def host_seconds(kernels: Sequence[KernelGroup], machine: Machine, *, compiled: 
 
 
 def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWork[list[KernelGroup]]]:
-    """The kernels of each operation; the operations follow each other."""
+    """The kernels of each operation, for operations that run one after another."""
     share, width = part.share, part.share.element_bytes
     work, follows, cast = [], False, set[str]()
     for operation in operations:
@@ -181,7 +181,7 @@ def work_of(operations: Sequence[Operation], part: RankWork) -> list[OperationWo
         elif operation.kind == "attention":
             flops = operation.flops / 2 / (share.tensor * share.context)  # causal: half of the square
             if share.context > 1:
-                # Kernels compute rectangles of chunks: a chunk's last tile is not full, and multiprocessors may idle.
+                # A kernel computes a rectangle of queries × keys: its last tile is not full, and multiprocessors idle.
                 batch, heads, seq_len, _ = operation.output
                 chunk = seq_len / (2 * share.context)
                 tiles = math.ceil(chunk / _QUERY_TILE)
@@ -249,7 +249,7 @@ def _product(operation: Operation, part: RankWork, *, casts_input: bool) -> _Pas
         # The weights of the joined layers are concatenated: each element is read once and written once.
         kernels[0].append(KernelGroup(0.0, "", 2 * inner * columns * width, 1, False))
     if product is not None:
-        # Half of the casts of input and weight run in the forward pass; the others and those of the gradient run later.
+        # Half of the casts of input and weight run in the forward pass; all other casts run in the backward pass.
         cast, launches = product.eager_cast_bytes, float(product.eager_cast_kernels)
         if part.fused:
             cast, launches = product.cast_bytes, product.cast_kernels / 2
@@ -390,7 +390,7 @@ class _Shaped:
         self.recipe, self.machine, self.layout = recipe, machine, _inside(recipe.layout)
         layout, model, formats = self.layout, recipe.model, recipe.precision.formats()
         self.facts = model_facts(model)
-        # Drop the degrees that do not change the times of a block, so that more recipes share cached times.
+        # One microbatch, and only the degrees that cut a block: recipes that differ in other degrees share these times.
         self.step = replace(step_of(recipe, account=self.facts.sample), layout=layout, microbatches=1)
         self.part = RankWork(
             share=share_of(recipe),
@@ -557,7 +557,7 @@ class _Shaped:
         return sum(forward), backward
 
     def _beside(self, products: Sequence[float], count: int, each: float) -> float:
-        """Exposed seconds of `count` collectives; each runs beside one product, and those without a product alone."""
+        """Exposed seconds of `count` collectives: each runs beside one product; without a product it runs alone."""
         hidden = sum(exposed(product, each, self.machine) for product in products)
         return hidden + max(0, count - len(products)) * each
 
@@ -574,7 +574,7 @@ class _Shaped:
     def _merges(self) -> tuple[float, float]:
         """Seconds to merge the partial results of context parallelism, forward and backward, on the last rank.
 
-        For each hop, the last rank merges all of its rows. Attention to the first of its own chunks is half a hop.
+        In each hop, the last rank merges all of its rows. Attention to its own first chunk counts as half a hop.
         """
         share, ranks, account = self.part.share, self.layout.context, self.step.account
         if ranks == 1:
@@ -599,7 +599,7 @@ def exposed(compute: float, exchange: float, machine: Machine) -> float:
 
 
 def _inside(layout: Layout) -> Layout:
-    """The degrees that cut a block. They also tell on which nodes its ranks are: the other axes are further out."""
+    """A layout with only the degrees that cut a block. The other axes are further out: they do not change its nodes."""
     return Layout(context=layout.context, tensor=layout.tensor, expert=layout.expert)
 
 

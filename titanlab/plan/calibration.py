@@ -40,7 +40,7 @@ _UNITS: Mapping[str, tuple[float, str, int]] = {
 }
 # The largest collective must take longer than an empty collective by at least this share; less is noise.
 _LEAST_GROWTH = 0.02
-# The smallest measured square products, as many as this, are ignored: a model's products are larger.
+# This many of the smallest measured square products are ignored: a model's products are larger.
 _SMALL_SQUARES = 2
 
 
@@ -120,7 +120,7 @@ def _with_link(
 ) -> Cluster:
     """The cluster with the bandwidth of measured collectives; adds their efficiency and latency to `shares`.
 
-    Fits seconds = latency · nominal + bytes / bandwidth, which is a straight line after division by `nominal`.
+    Fits the line seconds / fixed = latency + bytes / (bandwidth · fixed); fixed: the machine's time without bytes.
     """
     group, nodes = collectives[0].group, 1 if collectives[0].group == names.NODE else 2
     sizes, times = [], []
@@ -205,7 +205,7 @@ def _figures(row: Mapping[str, Any]) -> tuple[dict[str, float], list[MeasuredCol
     return figures, collectives
 
 
-# CPUs' rates start the fit this many times larger: efficiencies are at most 1, but caches are faster than memory.
+# For CPUs the fit begins with rates this many times as large: caches are faster than memory, and shares are at most 1.
 _WIDER = 5.0
 # Least fitted memory value of a cluster, because a cluster's values must be positive.
 _LEAST = 1e-3
@@ -310,7 +310,7 @@ def _with_times(runs: Sequence[Measured], cluster: Cluster) -> Cluster:
     """The cluster with efficiencies that are fitted to the times of its runs; for CPUs also with fitted rates."""
     machine, is_cpu = _machine(runs, cluster), cluster.accelerator == "cpu"
     if is_cpu:
-        # Make the rates larger and the efficiencies smaller; most products of the two stay the same.
+        # Multiply the rates and divide the efficiencies by the same factor, down to the efficiencies' limits.
         shares = dataclasses.asdict(machine.efficiencies)
         for name in ("eager_memory", "fused_memory", "link"):
             shares[name] = max(LIMITS[name][0], shares[name] / _WIDER)
@@ -435,7 +435,7 @@ def fit(errors: Callable[[Efficiencies], Sequence[float]], start: Efficiencies, 
 def fit_sum(
     terms: Sequence[Sequence[float]], measured: Sequence[float], start: Sequence[float] | None = None
 ) -> list[float]:
-    """The factors, none negative, with which a sum of terms has the smallest sum of absolute relative errors.
+    """The non-negative factors with which the sum of factor · term has the smallest sum of absolute relative errors.
 
     The method is iteratively reweighted least squares.
 

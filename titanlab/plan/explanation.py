@@ -96,7 +96,7 @@ class Explanation:
     Attributes:
         ranks: memory of each rank of the pipeline.
         time: time of a step; every action of a pipeline is simulated.
-        traffic: communication of the first rank of every axis in a step, before the optimizer.
+        traffic: communication of one rank, the first on every axis, in a step before the optimizer.
         timeline: simulated actions of the pipeline, in seconds; None: there is no pipeline.
     """
 

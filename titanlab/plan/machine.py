@@ -79,7 +79,7 @@ HOST = ("host_seconds", "hook_seconds")
 
 
 def changed(base: Efficiencies, values: Mapping[str, Any]) -> Efficiencies:
-    """The efficiencies `base`, with `values` for the efficiencies of these names.
+    """The efficiencies `base`, some of them replaced by `values` (name → value).
 
     Raises:
         ConfigError: a name is unknown, or a value is outside its limits.
@@ -110,9 +110,9 @@ def memory_error() -> float:
 # Share of the peak that products reach on a device without a measured rate; measured on an H200.
 _ATTAINABLE = 0.681
 _NOT_MEASURED = "no rate of {device} was measured: products are taken to reach {share:.0%} of its peak, as on an H200"
-# Passes of attention, as its rates' names have them: `cudnn backward`.
+# The words for attention's passes in the names of its rates, such as `cudnn backward`.
 FORWARD, BACKWARD = "forward", "backward"
-# Seconds that a collective takes in addition to its bytes' time, inside a node and between nodes: fixed seconds, from
+# Seconds of a collective in addition to its transfer of bytes, inside a node and between nodes: fixed seconds, from
 # Calculon (systems/h100_80g_nvl8.json), and seconds of each hop of its ring, from NCCL (tuning.cc, LL128 and Simple).
 _LINK_SECONDS, _NETWORK_SECONDS = 10e-6, 20e-6
 _LINK_HOP, _NETWORK_HOP = 1.9e-6, 14e-6
@@ -166,7 +166,7 @@ class Machine:
     notes: tuple[str, ...] = ()
 
     def product_rate(self, dtype: str) -> float:
-        """FLOP/s that products sustain; a device without the format multiplies in bfloat16, or in a format it has."""
+        """FLOP/s that products in a dtype sustain; without a rate for it, bfloat16's or the slowest dtype's."""
         rates = self.product_flops
         bfloat16 = rates.get("bfloat16") or min(rates.values())
         # Tensor cores do not multiply in float32. Without a figure, take 1/16 of bfloat16, which is an A100's ratio.
@@ -193,7 +193,7 @@ class Machine:
     def collective_seconds(
         self, axis: AxisPlacement, wire_bytes: float, *, count: float = 1.0, hops: int | None = None
     ) -> float:
-        """Seconds of collectives on one axis: count · (fixed + hops) · latency + bytes / (bandwidth · efficiency).
+        """Seconds of collectives on one axis: count · (fixed + hop time) · latency + bytes / (bandwidth · efficiency).
 
         Args:
             wire_bytes: bytes that a rank sends in all these collectives: bytes·(n−1)/n for a gather.

@@ -1,7 +1,7 @@
 """The memory that each rank of a pipeline needs, item by item, and the memory that it reserves on its device.
 
-The bytes of parameters, gradients and optimizer state are exact. The policies of checkpointing declare the bytes of
-saved activations. All other bytes are estimated from how FSDP2, autograd, the loss and the allocator work.
+The bytes of parameters, gradients and optimizer state are exact. The AC policies (`titanlab.techniques.ac`) declare the
+bytes of saved activations. All other bytes are estimated from how FSDP2, autograd, the loss and the allocator work.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ ITEMS = (
     "logits and loss",
     "communication buffers",
 )
-# Number of blocks whose gradients exist in the precision of the reduction: the block being reduced, and the one before.
+# This many blocks have gradients in the precision of the reduction: the block being reduced, and the one before it.
 _REDUCED_BLOCKS = 2
 # Bytes of a number in float32.
 _FLOAT = 4
-# More bytes of activations than any rank keeps: as the limit of a moment, it lets all kept activations count.
+# Stands for no limit on the bytes of activations at a moment: it is more than any rank keeps.
 _ALL_KEPT = sys.maxsize
 
 
@@ -77,8 +77,8 @@ class RankMemory:
     """The memory of one rank of a pipeline at the moment of a step when it is largest.
 
     Attributes:
-        moment: `loss`; `backward`: its first block, when all activations exist; `end`: the end of the backward pass,
-            when all gradients exist; or `optimizer`.
+        moment: `loss`; `backward`: the begin of the backward pass, when all activations exist; `end`: the end of the
+            backward pass, when all gradients exist; or `optimizer`.
         items: bytes by name, in the order of `ITEMS`.
     """
 
@@ -236,7 +236,7 @@ def in_flight(schedule: PipelineSchedule, ranks: int, microbatches: int, rank: i
 
 
 def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]:
-    """The items at each moment that may need the most memory; `activations` is the most that can exist then."""
+    """Bytes by item, for each moment that may need the most memory; `activations` is the most that can exist then."""
     share, hidden, own, blocks = share_of(recipe), message_bytes(recipe), rank.pieces, rank.blocks
     layout, config, formats = recipe.layout, recipe.parallelism, recipe.precision.formats()
     fsdp = layout.data_parallelism(mixed=formats.mixed) == "fsdp2"
@@ -256,7 +256,7 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
     gradients = whole.trained if accumulates and not sums_whole else 0
     if fsdp:
         reshards = config.frees_after_forward
-        # Gathered at once are the blocks that stay gathered (one of them computes) and the blocks gathered ahead.
+        # At most these blocks are gathered at once: the `gathered_blocks`, one of which computes, and those prefetched.
         ahead = max(1, config.prefetch)
         at_once = (config.gathered_blocks + ahead) * block.gathered
         gathered = min(edges.gathered + at_once, whole.gathered) if reshards else whole.gathered
@@ -270,7 +270,7 @@ def _moments(recipe: Recipe, rank: RankActivations) -> dict[str, dict[str, int]]
                 # FSDP2 frees the input of the last reduction only at the next reduction.
                 between = edges.unreduced
             if layout.pipeline > 1:
-                # In a pipeline only blocks reduce in each backward pass; the other pieces keep unreduced gradients.
+                # In a pipeline each backward pass reduces only blocks; the other pieces keep unreduced gradients.
                 unreduced, between = edges.unreduced, edges.unreduced + block.unreduced
             if accumulates and layout.replicate > 1:
                 # Replicas sum gradients once per step. Until then the shards are in the precision of the reduction.
@@ -437,7 +437,8 @@ def stored_pieces(
 def _parameters(model: ModelConfig, freeze: tuple[str, ...]) -> tuple[Mapping[str, Sequence[str]], Mapping[str, str]]:
     """For each piece, the names of its parameters; and for each piece, the first piece with equal parameters.
 
-    Equal are names within the piece, shapes, and which are frozen. A model that cannot be cut is one piece, named "".
+    Parameters are equal if names within the piece, shapes and frozen names are. A model that cannot be cut is one
+    piece, named "".
     """
     account = with_frozen(model_facts(model).account, freeze)
     names: dict[str, list[str]] = {piece: [] for piece in account.pieces or ("",)}
@@ -478,7 +479,7 @@ _LARGEST_TOGETHER = 3
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a block's activations: `saved` until its backward; computed `again` just before its backward."""
+    """Bytes of a block's activations: those `saved` until its backward, and those computed `again` before it."""
 
     saved: int
     again: int

@@ -16,8 +16,8 @@ from titanlab.techniques.schedule.contract import PipelineSchedule
 _ROUNDING = 0.005
 # A shorter simulation has this many microbatches per rank, which is enough to reach the steady state.
 _ROUNDS = 2
-# A small transfer time, in mean stage times. A simulation with it lengthens the step by as many transfers as the step
-# waits for.
+# A small transfer time, as a share of the mean stage time. With it, a simulated step is longer by one transfer time
+# for each transfer that the step waits for.
 _SMALL = 1e-4
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 

@@ -1,9 +1,9 @@
 """Finds the fastest recipes of a space that fit into memory, without estimating all of them.
 
 It is a best-first search: every group of recipes has a lower bound of its recipes' times, and the group with the
-smallest bound is refined. The first bound is of the computation; the next ones add communication inside blocks; then
-come bounds of single recipes, without simulation; then estimates. The first estimate that leaves the queue is that of
-the fastest recipe. `least_memory` leaves recipes out before their time is computed.
+smallest bound is refined. The first bounds contain only computation; the next bounds add communication inside blocks;
+then come bounds of single recipes, without simulation; then estimates. The first estimate that leaves the queue is that
+of the fastest recipe. `least_memory` leaves recipes out before their time is computed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def least_memory(recipe: Recipe, schedules: Sequence[Choice], *, reduces_each: b
 
     Args:
         recipe: any recipe of the group.
-        schedules: the pipeline's; the bound takes the schedule that keeps the fewest microbatches.
+        schedules: those of the group's recipes; the bound takes the schedule that keeps the fewest microbatches.
         reduces_each: gradients may be reduced after each microbatch.
     """
     layout, model, formats, parallelism = recipe.layout, recipe.model, recipe.precision.formats(), recipe.parallelism
@@ -89,7 +89,7 @@ def _stored(*key: Any) -> PieceBytes:
 
 @functools.lru_cache(maxsize=16384)
 def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches: int) -> tuple[float, float]:
-    """The fewest microbatches that a schedule keeps on its fullest rank, if stages are equal.
+    """The fewest microbatches that any of the schedules keeps on its fullest rank, if stages are equal.
 
     The first number is for schedules that do not split the backward pass, the second for schedules that do. A number is
     infinite if there is no such schedule.
@@ -101,14 +101,14 @@ def _in_flight(schedules: tuple[PipelineSchedule, ...], ranks: int, microbatches
     return fewest[False], fewest[True]
 
 
-# Unequal stages may have a smaller bubble than equal stages: a bound contains only this share of the equal bubble.
+# Unequal stages may have a smaller bubble than equal stages: bounds contain only this share of equal stages' bubble.
 _BUBBLE_SHARE = 0.8
 
 
 # Recipes whose times differ by less than this share count as equally fast: the planner's median error is larger
 # (docs/planner-accuracy.md).
 NEAR = 0.03
-# How many recipes after those of the answer are searched for a recipe with fewer axes.
+# `best` looks at this many recipes more than it returns, to find one with fewer axes.
 _LOOKED = 100
 
 
@@ -150,7 +150,7 @@ class RecipeRanking:
 
     def best(self, count: int) -> list[Ranked]:
         """The fastest recipes, in order of speed after the first. The first is the recipe with the fewest axes of all
-        within `NEAR` of the fastest, because estimates cannot tell which of them is faster.
+        within `NEAR` of the fastest, because estimates cannot tell which of these recipes is faster.
         """
         found: list[Ranked] = []
         for ranked in itertools.islice(self._in_order(), count + _LOOKED):
@@ -211,7 +211,7 @@ class RecipeRanking:
             self.least = (needed, recipe)
 
     def _families(self) -> Iterator[tuple[float, list[RecipeGroup]]]:
-        """Lists of groups with the same computation; the bound is its time on one process, divided by all processes."""
+        """Lists of groups that compute the same, each with a bound: their time on one process / number of processes."""
         space, by_degrees = self.space, dict[tuple[int, ...], list[Layout]]()
         for layout in space.layouts():
             by_degrees.setdefault((layout.pipeline, layout.context, layout.tensor, layout.expert), []).append(layout)
@@ -230,7 +230,7 @@ class RecipeRanking:
             yield count * sum(self._passes(groups[0], alone)) / space.world, groups
 
     def _fits(self, group: RecipeGroup, schedules: Sequence[Choice]) -> bool:
-        """Whether some recipe of a group may fit into memory; if none may, count all of them as too large."""
+        """Whether a recipe of the group may fit into memory; if none may, all its recipes are counted as too large."""
         recipe = self.space.recipe_of(group.point(group.layouts[0], schedules[0]))
         each = recipe.reduces_each or self._may_reduce_each(recipe)
         needed = self.machine.reserved_bytes(least_memory(recipe, schedules, reduces_each=each))

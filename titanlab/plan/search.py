@@ -54,7 +54,7 @@ def for_planning(recipe: Recipe, *, stands: bool = False) -> Recipe:
         stands: keep the recipe's degrees; otherwise only their product counts, and becomes `shard`.
 
     Raises:
-        ConfigError: the cluster does not name its device, or other hosts' accelerator; or the world is below 1.
+        ConfigError: no device is named, or no accelerator for jobs on other hosts; or the world is below 1.
     """
     known = "name one, such as cluster=h100 or cluster=cpu"
     if recipe.cluster.accelerator == "auto":
@@ -125,9 +125,9 @@ def _ranking(recipe: Recipe, machine: Machine, limit: float, vary: Vary) -> Reci
 
 
 def beyond_node(recipe: Recipe, per_node: int) -> str:
-    """The warning for a resolved recipe whose tensor parallelism leaves its node, with a faster layout if it can.
+    """The warning for a resolved recipe whose tensor parallelism leaves its node; names the planner's layout, if any.
 
-    The search varies only degrees and microbatch: it takes a tenth of a second, and a whole search takes seconds.
+    The planner varies only degrees and microbatch here: this takes a tenth of a second, and a full search seconds.
     """
     devices = per_node * recipe.cluster.linked_nodes
     line = (
@@ -237,7 +237,7 @@ def table_rows(plan: Plan, others: Sequence[Ranked] = ()) -> list[tuple[str, ...
     """The rows of a plan's table, with the columns of `HEADINGS`; columns whose cells are all empty may be left out.
 
     Args:
-        others: recipes of other plans in the same table: they also count for which columns are empty.
+        others: recipes of other plans in the same table. A column is empty only if these recipes do not need it either.
     """
     shown = [*plan.best, *others]
     varied = [len({getattr(ranked.point, name).name for ranked in shown}) > 1 for name in ("precision", "compile")]

@@ -97,7 +97,7 @@ def _name(value: Any) -> str:
 BEYOND_NODE = "tensor parallelism would leave its node"
 UNEVEN_NODES = "shards of a copy of the model would fill some nodes in part"
 SHORT_CHUNKS = "context parallelism would cut sequences into chunks of fewer than 1,024 tokens"
-# Tokens of a chunk; a ring has two chunks for each rank. Shorter chunks give a GPU too little work between exchanges.
+# Least tokens of a chunk; a ring has two chunks a rank. Shorter chunks give a GPU too little work between exchanges.
 _LEAST_CHUNK = 1024
 
 
@@ -178,7 +178,7 @@ class LayoutSpace:
         return found[chosen]
 
     def _are_alike(self, layout: Layout) -> bool:
-        """Whether all layouts that differ from it only in `replicate`, `shard` and `expert` break the same rule."""
+        """Whether layouts that differ from `layout` only in `replicate`, `shard` and `expert` break the same rule."""
         if self.recipe.training.global_batch % layout.data or self._context_broken(layout.context):
             return True
         return self._account.experts is None and (layout.tensor == 1 or bool(self._degree_broken(layout.tensor)))
@@ -210,7 +210,7 @@ class LayoutSpace:
         return not all(map(self.broken, self._with_experts(possible)))
 
     def _with_experts(self, layouts: Iterable[Layout]) -> Iterator[Layout]:
-        """Each layout without expert parallelism, then with each degree of it that divides the model's experts."""
+        """Each layout without expert parallelism, then with each degree of expert parallelism that it can have."""
         for layout in layouts:
             yield layout
             for degree in self._expert_degrees(layout):
@@ -315,7 +315,7 @@ class LayoutSpace:
         return _broken(recipe_rules.check_tensor, layout, config, account_for(self._account, layout), **given)
 
     def _legal_schedules(self, pipeline: int, microbatches: int) -> tuple[Sequence[Choice], str]:
-        """The schedules that a pipeline can run, and the rule that the last of the other schedules breaks."""
+        """The schedules that a pipeline can run, and the rule that forbids the last of the other schedules."""
         if pipeline > self._account.layers and microbatches > 1:
             # The pipeline has more ranks than the model has blocks, whatever the number of microbatches.
             return self._legal(pipeline, 1)
@@ -344,7 +344,7 @@ class LayoutSpace:
 
 
 def _changed(parallelism: Parallelism, *, layout: Layout, **values: Any) -> Parallelism:
-    """A copy for a layout, with changed values; making a new config instead would check each of the values."""
+    """A copy of the config for a layout, with changed values; a new config would check each of its values again."""
     made = copy.copy(parallelism)
     vars(made).update(values, layout=layout)
     return made
@@ -375,7 +375,7 @@ def all_layouts(world: int) -> Iterator[Layout]:
 
 
 def _without_experts(world: int) -> Iterator[list[Layout]]:
-    """All layouts without experts, in lists whose layouts differ only in `replicate` and `shard`."""
+    """All layouts without expert parallelism, in lists whose layouts differ only in `replicate` and `shard`."""
     for pipeline in divisors(world):
         for tensor in divisors(world // pipeline):
             for context in divisors(world // pipeline // tensor):

@@ -25,7 +25,7 @@ def actions_of(schedule: PipelineSchedule, ranks: int, microbatches: int) -> Seq
 
 @dataclass(frozen=True)
 class Seen:
-    """A recipe as the argument of a cached function, which may read only those of its values that are in `key`."""
+    """A recipe as the argument of a cached function. The function may read only recipe values that are in `key`."""
 
     key: tuple[Any, ...]
     recipe: Recipe = field(compare=False, repr=False)
@@ -100,7 +100,7 @@ def edge_operations(model: ModelConfig, microbatch: int, seq_len: int) -> tuple[
 
 @functools.lru_cache(maxsize=256)
 def treatments(ac: ACConfig, layers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The different ways in which a policy treats blocks: the first block of each way, and each block's way."""
+    """For each way in which a policy treats blocks, the first such block; and for each block, the index of its way."""
     all_treatments = [ac.treatment(number) for number in range(layers)]
     different = list(dict.fromkeys(all_treatments))
     return tuple(map(all_treatments.index, different)), tuple(map(different.index, all_treatments))

@@ -25,7 +25,7 @@ from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, pipeline_tim
 from titanlab.plan.stages import Seen, message_bytes, model_facts
 from titanlab.recipe import Recipe, step_of
 
-# How often a step reads or writes all gradients outside of the optimizer: for the norm and to zero them; to scale them.
+# How often a step reads or writes all gradients outside of the optimizer: to compute the norm and to zero; to scale.
 _GRADIENT_PASSES, _SCALING_PASSES = 2, 2
 
 
@@ -88,7 +88,7 @@ def step_time(
     else:
         _add_whole_gradients(recipe, machine, busiest, parameters, parts)
     states = busiest.blocks * block.optimizer + sum(piece.optimizer for piece in others)
-    # Without clipping the factor is 1, and a CPU skips the scaling. A GPU scales, as its host does not read the factor.
+    # Without clipping the factor is 1: a CPU skips the scaling; a GPU scales, as its host does not read the factor.
     scales = recipe.training.max_grad_norm is not None or recipe.cluster.accelerator != "cpu"
     passes = _GRADIENT_PASSES + _SCALING_PASSES * scales
     moved = 2 * (parameters + states) + (1 + passes) * parameters
@@ -122,7 +122,7 @@ def _straggling(recipe: Recipe, machine: Machine, seconds: float) -> float:
 
 
 def blocks_time(recipe: Recipe, machine: Machine, estimate: PipelineEstimate) -> BlocksTime:
-    """Seconds without data parallelism and optimizer; of `replicate` and `shard` only the product matters here.
+    """Seconds of a step without data parallelism and optimizer. Only the product of `replicate` and `shard` matters.
 
     Raises:
         ConfigError: as `step_time`.
@@ -189,14 +189,14 @@ def _add_fsdp(recipe: Recipe, machine: Machine, stage: RankTime, parts: dict[str
     )
     parts["shard"] += microbatches * late
     ahead_exposed, back_exposed = exposed(ahead, gather, machine), exposed(back, gather, machine)
-    # Number of microbatches before the last one whose gradients are reduced.
+    # Number of microbatches after which gradients are reduced, without the last microbatch.
     more = microbatches - 1 if recipe.reduces_each else 0
     # A block's gather overlaps the forward of the block before it. A block's backward overlaps the gather of the block
     # before it and the reduction of the block after it.
     hidden = freed * (microbatches * ahead_exposed + (microbatches - 1 - more) * back_exposed)
     hidden += freed * (exposed(back, gather + reduce, machine) + more * exposed(back, gather + block.scatter, machine))
     hidden += kept * (ahead_exposed + exposed(back, reduce, machine) + more * exposed(back, block.scatter, machine))
-    # A microbatch's last reductions overlap the next forward. In a pipeline, pieces outside blocks reduce only once.
+    # A microbatch's last reductions overlap the next microbatch's forward. In a pipeline other pieces reduce only once.
     more_edges = more if layout.pipeline == 1 else 0
     ends = block.scatter + edges.scatter * (more_edges > 0)
     hidden += more * exposed(stage.whole.ahead, ends, machine)

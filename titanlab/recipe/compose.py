@@ -320,7 +320,7 @@ def to_group(node: DictConfig, group: str) -> Any:
 
 
 def _check_schema(schema: type | None, group: str, choice: str | None) -> None:
-    """Check that a group's value has a schema of this group (so it has an implementation too), with all methods."""
+    """Check that a group's value has a schema of this group, with all methods that the group's contract asks for."""
     kinds, kind = discover()[group], getattr(schema, "kind", None)
     # A schema may combine several options.
     known = combination(group, kind) if isinstance(kind, str) and PLUS in kind else kinds.get(kind)

@@ -55,7 +55,7 @@ def read_flags(arguments: Sequence[str]) -> Flags:
         if given:
             value = arguments[given[0]].partition("=")[2] or " ".join(arguments[given[0] + 1 : given[0] + 2])
         raise ConfigError(names[0], value, re.sub(r"\s+", " ", error.message), HELP) from error
-    # argparse puts unknown arguments that begin with a dash here; overrides never begin with one.
+    # `unknown` has the flags that the parser does not know: arguments with a dash, which no override begins with.
     if unknown:
         raise ConfigError(ARGUMENTS, " ".join(unknown), "is not a flag of this verb", HELP)
     _check_together(options, arguments)

@@ -67,7 +67,7 @@ def composition_errors(overrides: Sequence[str], flags: Mapping[str, str | None]
             raise
         raise _translated(error, overrides, flags or {}) from error
     except AttributeError as error:
-        # For a key below a null, OmegaConf (2.3) raises Python's own error, whose message has the key.
+        # For a key inside a null value, OmegaConf (2.3) raises Python's own error, whose message has the key.
         named = _FULL_KEY.search(str(error))
         if named is None:
             raise
@@ -266,7 +266,7 @@ def read_message(message: str, overrides: Sequence[str]) -> ConfigError:
 
 
 def _culprit(message: str, overrides: Sequence[str]) -> str:
-    """The override that a message quotes; else an override whose key or value it quotes; else one whose key it has."""
+    """The override that a message quotes; else one whose key or value it quotes, or whose key the message contains."""
     quoted = re.findall(r"'([^']*)'", message)
     given = [(text, text.partition("=")[0].lstrip("+~"), text.partition("=")[2]) for text in overrides]
     given = [each for each in given if each[1]]

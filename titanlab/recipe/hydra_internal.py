@@ -100,7 +100,7 @@ class ImportlibResourcesConfigSource(importlib_resources_config_source.Importlib
 
 
 def _read(source: ConfigSource, config_path: str, file: Any) -> ConfigResult:
-    """The checked content of a YAML. Texts are as typed; a list of options is the name of the options' combination.
+    """The checked content of a YAML. Texts stay as typed; a list of options becomes the name of their combination.
 
     Raises:
         ConfigError: the content is not a mapping, is too large, or has a setting that no config may have.

@@ -84,7 +84,7 @@ def known_keys() -> list[Key]:
 
 
 def _in_combination(name: str) -> tuple[str, str, str] | None:
-    """Group, option and key of the name of a combination's key, such as `tracker.wandb.mode`; None: of another name."""
+    """The three parts of a combination's key `tracker.wandb.mode`: group, option, key; None: `name` is no such key."""
     group, _, rest = name.partition(".")
     kind, _, inner = rest.partition(".")
     is_part = inner and group in combining_groups() and kind in discover().get(group, {})
@@ -126,7 +126,7 @@ def advice(name: str) -> str:
     near = [known for known in names if known.endswith(f".{name}")]  # Users may remember only the end of a key.
     if len(near) > 1:
         return f"did you mean {' or '.join(sorted(near))}?"
-    # Keys of one group all begin with the group's name: below, compare only their ends.
+    # Keys of the same group all begin with its name: leave them out here, and compare their ends below.
     others = [known for known in names if not siblings or not f"{known}.".startswith(f"{group}.")]
     near += difflib.get_close_matches(name, others, n=1, cutoff=0.85)
     near += [f"{group}.{sibling}" for sibling in difflib.get_close_matches(end, siblings, n=1)]
@@ -249,7 +249,7 @@ def load(source: str | TextIO, name: str) -> Any:
 
 
 def is_text(name: str, typed: str) -> bool:
-    """Whether a scalar is text for a key. If the key also accepts booleans, `true` and `false` are not text."""
+    """Whether a value of the key `name` is text. If the key also accepts booleans, `true` and `false` are not text."""
     kinds = types_of(name)
     return str in kinds and not (bool in kinds and typed.lower() in ("true", "false"))
 
@@ -313,11 +313,11 @@ def _scalars(node: Any, name: str) -> Iterator[tuple[yaml.ScalarNode, str]]:
 _PIECES = re.compile(
     r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|\$\{[^}]*\}|[][(){},:]|(?:\\[][(){},:]|[^][(){},:'"$])+|.""", re.DOTALL
 )
-# Functions of Hydra that return their arguments as they are; others compute with numbers.
+# Functions of Hydra that return their arguments as they are; other functions compute with numbers.
 _FUNCTIONS = ("choice", "shuffle", "tag")
 # The key whose value is a sentence: commas, colons, brackets and `${` in it must have no meaning for Hydra or YAML.
 _NOTES = "notes"
-# A value that is as a whole in quotes, as Hydra's grammar has them.
+# A value that is in quotes as a whole, by Hydra's grammar.
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 

@@ -43,7 +43,7 @@ def next_recipe(
     """The unresolved recipe of a run's next attempt, or of a new run that begins with this run's config.
 
     Args:
-        overrides: `key=value`, or `group=preset`: for the next attempt of the groups PRESETS, for a new run of any.
+        overrides: `key=value`, or `group=preset`. For the next attempt, the group must be in PRESETS.
         changeable: the keys that may change, as in `check_changeable`; None: any key, as in a new run.
         file: the config's file, for errors that no override has caused.
 

@@ -263,7 +263,7 @@ def _option(group: str, content: Any) -> Any:
 
 
 def _merged(node: DictConfig, content: Mapping[str, Any], group: str) -> Any:
-    """A schema with the values of a mapping: as a dataclass for a group; as a node for the recipe (an empty group).
+    """A schema with the values of a mapping: as a dataclass for a group; as a node for the recipe (`group` is empty).
 
     Raises:
         ConfigError: a key is unknown, or a value does not fit.
@@ -286,7 +286,7 @@ def schema_node(schema: Any) -> DictConfig:
     while nodes:
         node = nodes.pop()
         OmegaConf.set_readonly(node, None)
-        # `_get_node` is private, but the public ways resolve a value, or refuse a missing value.
+        # `_get_node` is private, but the public methods resolve a value, or refuse a missing value.
         nodes += [inner for name in node if isinstance(inner := node._get_node(name), DictConfig)]
     return root
 

@@ -82,7 +82,7 @@ def check_all_but_data(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Recipe) -> None:
-    """Check a resolved recipe by the rules about data, except rules about its content, which is not prepared yet."""
+    """Check a resolved recipe by the rules about data, except rules about the corpus's content (checked later)."""
     source.check(
         recipe.data,
         seq_len=recipe.training.seq_len,
@@ -289,7 +289,7 @@ _Cut = tuple[str, tuple[int, ...], str]  # name, shape and style of a parameter 
 
 
 def _cuts(account: ModelAccount, degree: int) -> list[_Cut]:
-    """Of the parameters that the tensor plan splits, one of each shape and style."""
+    """One parameter of each shape and style, among the parameters that the tensor plan splits."""
     cuts: dict[tuple[tuple[int, ...], str], _Cut] = {}
     for name, shape in account.parameters.items():
         style = parameter_style(account, name)
@@ -313,7 +313,7 @@ def _broken_rule(account: ModelAccount, cuts: Iterable[_Cut], degree: int) -> st
         if dim is not None and not allows_uneven and shape[dim] % degree:
             noun = ("rows", "columns")[dim - STYLES[style].is_stack]
             return f"must divide the {shape[dim]} {noun} of {name}"
-        # The first ranks get equal parts, rounded up. With few rows, none may remain for the last rank.
+        # The first ranks get equal parts, rounded up. If there are few rows, the last rank could get no row.
         if allows_uneven and -(-shape[0] // degree) * (degree - 1) >= shape[0]:
             return f"leaves a process without a row of {name}, which has {shape[0]}"
     return ""
