@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private, the same in torch 2.11 to 2.13. Functional collectives use it to find the group with a name.
+# A private function, the same in torch 2.11 to 2.13: functional collectives find the group of a name with it.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 # torch 2.13 has the first name and deprecates the second; torch 2.11 has only the second.
@@ -20,7 +20,7 @@ STANDS_FOR_NCCL = "fake_nccl"
 
 
 def group_named(name: Any) -> dist.ProcessGroup:
-    """The process group with a name: custom operators and compiled code cannot take a group as an argument."""
+    """The process group with this name: custom operators and compiled code cannot take a group as an argument."""
     # `Any`, because torch 2.13 has a type for group names and torch 2.11 has none.
     return _resolve_process_group(name)
 

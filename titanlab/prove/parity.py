@@ -30,7 +30,7 @@ class TrainingTrace:
     # One number for each step.
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    # Those of the first step, as the optimizer got them: name of a parameter → full tensor.
+    # Gradients of the first step, as the optimizer got them: name of a parameter → full tensor.
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step; full tensors by name
     # Name of a linear layer → full names of its class and of that class's bases.

@@ -47,7 +47,7 @@ class ProofRow:
 
 
 def plan_proofs(candidates: Sequence[Candidate], **given: Any) -> list[Reduced]:
-    """The reduced recipes to compare with one process; `given`: the arguments of `reduce_all`.
+    """The reduced recipes to compare with a one-process run; `given`: the arguments of `reduce_all`.
 
     Raises:
         ConfigError: no recipe can be reduced.

@@ -143,7 +143,7 @@ def _trace_rank(recipe: Recipe, rank: int) -> RankAccount:
 
 
 def different_ranks(recipe: Recipe) -> tuple[list[int], tuple[str, ...]]:
-    """The first rank of the world in each pipeline rank, without those that declare the same as an earlier one."""
+    """The first world rank of each pipeline rank, except those that declare the same as an earlier one; and notes."""
     layout = recipe.layout
     chosen: dict[str, int] = {}
     same: dict[int, list[int]] = {}

@@ -71,7 +71,7 @@ def scaling_key(group: RecipeRuns, *, weak: bool) -> tuple[Any, ...]:
 
 
 def scaling_families(compared: Sequence[RecipeRuns], *, weak: bool) -> list[list[dict[str, Any]]]:
-    """For each recipe, its rows of `scaling_frame`, fewest devices first; a row's `group` has the recipe's runs."""
+    """By family (equal `scaling_key`), rows of `scaling_frame`, fewest devices first; `group`: the recipe's runs."""
     families: dict[tuple[Any, ...], list[tuple[RecipeRuns, float]]] = {}
     for group in compared:
         if speed := group.typical("tokens_per_second"):
