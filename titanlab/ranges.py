@@ -30,7 +30,7 @@ def ranged(prefix: str) -> Callable[[T], T]:
 
     Lists become tuples. Whole numbers must have an absolute value of at most `MOST`, floats must be finite, and fields
     whose names end in `_seconds` at most `MOST_SECONDS`. A field's metadata may add limits: `most` of a whole number
-    (None: another rule checks it), `least`, `positive` (True), `choices`; and `cure`, the advice if one is broken.
+    (None: another rule checks it), `least`, `positive` (True), `choices`; and `cure`, the advice if a limit is broken.
     A class that declares a field again inherits the field's metadata from its bases.
 
     Args:
@@ -75,7 +75,7 @@ def _values(
         if field.name not in values:
             continue
         key, value = prefix + field.name, values[field.name]
-        # A nested option has checked its own values when it was made.
+        # A nested option checked its own values when it was made.
         if dataclasses.is_dataclass(value) and not hasattr(value, "__titanlab_option__"):
             yield from _values(type(value), f"{key}.", vars(value))
         else:
@@ -98,7 +98,7 @@ def declared_fields(schema: type) -> tuple[tuple[dataclasses.Field[Any], _Limits
 def _check_size(key: str, field: dataclasses.Field[Any], limits: _Limits, value: Any) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    # Infinity and NaN pass here: they are refused after the schema's own rules.
+    # Infinity and NaN pass here; later checks refuse them.
     if field.name.endswith("_seconds") and MOST_SECONDS < abs(value) < math.inf:
         shown = shown_digits(value) if isinstance(value, int) else value
         raise ConfigError(key, shown, f"must be at most {MOST_SECONDS:,}", f"try {_usual(field)}")

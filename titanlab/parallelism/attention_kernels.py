@@ -198,7 +198,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
         if shapes_vary and candidate == "cudnn":
             continue
         shared = candidate != "efficient" and q.shape[1] != k.shape[1]
-        # A kernel that does not support grouped-query heads gets `repeated` k and v; here views of that shape suffice.
+        # A kernel without grouped-query heads will get `repeated` k and v; this check needs only views of that shape.
         takes_heads = shared or q.shape[1] == k.shape[1]
         k_, v_ = (k, v) if takes_heads else (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):

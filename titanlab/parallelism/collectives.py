@@ -11,7 +11,7 @@ import torch.distributed as dist
 # A private function, the same in torch 2.11 to 2.13: functional collectives find the group of a name with it.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-# torch 2.13 has the first name and deprecates the second; torch 2.11 has only the second.
+# torch 2.13 has the names on the left and deprecates those on the right; torch 2.11 has only those on the right.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -54,8 +54,8 @@ class ContextAttention(nn.Module):
     """Causal softmax(q·kᵀ/√head_dim)·v over sequences of which this rank has `positions`; replaces a model's attention.
 
     q [batch, heads, seq / ranks, head_dim] and k, v with kv_heads → shaped as q. With `starts` [batch, seq / ranks] on
-    the CPU, attention is within documents; `starts` are positions in the whole sequence. Every rank of the group has to
-    run this module, forward and backward, in the same order.
+    the CPU, attention is within documents: `starts` has, for each token, the position in the whole sequence where its
+    document begins. Every rank of the group has to run this module, forward and backward, in the same order.
 
     Args:
         kernel: the kernel that the model asks for, `auto` for the best. If that kernel returns no denominators or does
@@ -251,8 +251,8 @@ class Chunks:
     """A rank's two chunks, and the documents in them.
 
     At most one document reaches from an earlier chunk into a later one: the document of the later chunk's first row.
-    Its rows, at the start of the later chunk, attend to all of its keys, which are at the end of the earlier chunk. So
-    the work between two chunks is a full rectangle without a mask, or nothing. Within a chunk, each document is causal
+    The document's rows at the start of the later chunk attend to all its keys at the end of the earlier chunk. So the
+    work between two chunks is a full rectangle without a mask, or nothing. Within a chunk, each document is causal
     attention by itself.
 
     Documents do not change what ranks send: otherwise a rank could wait for a message that another does not send.
@@ -332,7 +332,7 @@ def _swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-# Both exchanges take this rank's contiguous keys and values, and the ranks of the context axis in order. The
+# `Ring` and `GatherKv` take this rank's contiguous keys and values, and the group of the context axis. The
 # constructor starts the first transfer, so that local work hides it. `blocks` yields the keys and values of other ranks
 # that local rows need, once each, while the next block is in transfer. `give` sends the gradients of the latest block
 # to the rank that owns it; gradients that have arrived for this rank's keys may be added to `into`. `collect` waits for
@@ -343,7 +343,7 @@ class Ring:
     """Ring attention (arXiv 2310.01889): ranks pass on blocks of keys and values while they use the current block.
 
     Blocks move *down*, from rank r to r−1: a rank's keys first reach the ranks before their owner, which need all of
-    them. Rank 0 sends on to the last rank: from there they reach the ranks after their owner, which need only the head.
+    them. Rank 0 sends to the last rank, so they then reach the ranks after their owner, which need only the head.
     So rank 0 drops the tail, and only keys that are used are sent: three quarters of the n·(n−1) blocks of a full ring.
     (Upwards, tails would pass through ranks that do not need them.)
 
@@ -483,7 +483,7 @@ class GatherKv:
                 gradient[:, : part.shape[1]] += part
 
     def _sizes(self, *, whole: range) -> list[int]:
-        """For each rank, the gradient elements exchanged with it: of all its keys if it is in `whole`, else of half."""
+        """For each rank, the gradient elements exchanged with it: those of all keys if in `whole`, else of half."""
         sizes = [self._block_size if rank in whole else self._block_size // 2 for rank in range(self._ranks)]
         sizes[self._rank] = 0
         return sizes

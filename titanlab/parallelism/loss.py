@@ -176,7 +176,7 @@ class ChunkedLoss:
         """The loss of all tokens [tokens, dim]; adds its gradients to `gradients`."""
         product, head, (first, group) = self.product, local_part(weight), self._columns
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
-        # Cast once, not for each chunk.
+        # Cast the weight once, not for each chunk.
         head, factor = product.for_forward(head), None if gradients is None else product.for_inputs(head)
         for start in range(0, tokens.shape[0], self._tokens):
             chunk, chunk_labels = tokens[start : start + self._tokens], labels[start : start + self._tokens]
@@ -214,7 +214,7 @@ class _Gradients:
 
     Attributes:
         tokens: [tokens, dim].
-        weight: of this rank's part, [columns, dim]; None: no chunk has added to it yet, or it is not needed.
+        weight: gradient of this rank's part, [columns, dim]; None: no chunk has added to it yet, or none is needed.
         bias: [columns]; None: as for `weight`.
     """
 
@@ -224,7 +224,7 @@ class _Gradients:
 
 
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
-    """[2, n]: the log-sum-exp of this rank's columns, and the label's logit, or 0 if another rank has its column."""
+    """For each token, log-sum-exp of this rank's columns; label's logit, or 0 if its column is elsewhere: [2, n]."""
     values = logits.float()
     mine, column = _column_of_label(labels, first, logits.shape[1])
     # This takes one kernel; torch.logsumexp would take four.

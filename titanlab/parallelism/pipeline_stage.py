@@ -70,7 +70,7 @@ class ScheduledStage(PipelineStage):
         parts = module.get_submodule(BLOCKS).modules() if reduces_each else ()
         self._reduced_each = [part for part in parts if isinstance(part, FSDPModule)]
         self._phase = phase
-        # Keys: (microbatch, neighbouring stage). Tensors that have arrived, until they are used; computed, until sent.
+        # By (microbatch, neighbouring stage): tensors that arrived, until used, and tensors computed, until sent.
         self._arrived: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
         self._computed: dict[tuple[int, int], Tensor] = {}
         self._pending: dict[int, tuple[Tensor | None, Tensor]] = {}
@@ -90,7 +90,7 @@ class ScheduledStage(PipelineStage):
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
             self._reduce_blocks(all_reduce=False)
-            # torch 2.15 has this instead of `set_is_last_backward`.
+            # In torch 2.15 this method takes the role of `set_is_last_backward`.
             finalize_by_hand = getattr(self.submod, "set_manual_backward_finalization", None)
             if callable(finalize_by_hand):
                 finalize_by_hand(True)
@@ -144,7 +144,7 @@ class ScheduledStage(PipelineStage):
         if self.is_last:
             with self._phase("forward"):
                 output = self._loss(lambda: self.submod(stage_input, *places), labels)
-            # A chunked loss has written the gradient of the head's weight outside a backward, unseen by FSDP.
+            # A chunked loss has written a gradient of the head's weight; FSDP itself accumulates only in a backward.
             if torch.is_grad_enabled():
                 _sum_in_reduce_dtype(self.submod)
             loss = output.detach()

@@ -129,14 +129,14 @@ def fully_shard_model(
     # `Any`, because torch turns these modules into `FSDPModule` in place.
     root: Any = model
     units: list[Any] = [*itertools.chain(*inner.values()), *blocks, *apart, model]
-    # Gather the units of the next block with experts while a block computes. By default FSDP2 starts a gather when
-    # the host reaches the unit: too late here, because in each block the host waits for the router's counts.
+    # Gather the units of the next block with experts while a block computes. By default FSDP2 gathers one unit ahead,
+    # and in the forward only when the host gets there: too late, because the host waits for the router's counts.
     ahead: list[list[Any]] = [[block, *within] for block, within in inner.items() if within or prefetch]
     for place, own in enumerate(ahead):
         if after := ahead[place + 1 : place + 1 + max(1, prefetch)]:
             own[-1].set_modules_to_forward_prefetch(list(itertools.chain(*after)))
         if before := ahead[max(0, place - max(1, prefetch)) : place]:
-            # The backward reaches the last unit first.
+            # Reversed, because the backward reaches the last unit first.
             own[0].set_modules_to_backward_prefetch(list(itertools.chain(*before))[::-1])
     if prefetch:
         root.set_modules_to_forward_prefetch(list(itertools.chain(*ahead[:prefetch])))
@@ -354,7 +354,7 @@ def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].device.type == "cpu":
         # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be wrong by 0.5 %, and in
-        # another layout by another share. So large tensors are first reduced row by row.
+        # another layout by another percentage. So large tensors are first reduced row by row.
         gradients = [
             g if g.numel() <= _ADDED_AT_ONCE else torch.linalg.vector_norm(g, dim=-1, dtype=dtype) for g in gradients
         ]

@@ -85,7 +85,7 @@ def colwise(layer: nn.Module, cut: TensorParallel) -> None:
 
 
 def rowwise(layer: nn.Module, cut: TensorParallel) -> None:
-    """Cut the inputs of a linear layer; its outputs are summed over ranks, and cut if the residual stream is."""
+    """Cut the inputs of a linear layer; its outputs are summed over ranks, and cut along tokens if the stream is."""
     _distribute(layer, cut.mesh, "rowwise")
 
     def forward(part: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def router(module: nn.Module, cut: TensorParallel) -> None:
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
     """Cut an embedding by rows: each rank looks up the tokens whose rows it has."""
     assert isinstance(table, nn.Embedding), table
-    # Only the look-up of rows is implemented here, not these two features of torch's module.
+    # `max_norm` and `padding_idx` of torch's module are not implemented here.
     assert table.max_norm is table.padding_idx is None, table
     first = cut.mesh.get_local_rank() * -(-table.num_embeddings // cut.mesh.size())
     _distribute(table, cut.mesh, "embedding")

@@ -95,7 +95,7 @@ class Prover:
             one = self.trained(reference)[0]
             exact = self.trained(in_fp32(reference))[0]
             every = self.trained(recipe)
-            # Imported here: it imports torch.
+            # Imported here, because `parity` imports torch.
             from titanlab.prove.parity import compare, farthest
 
             difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)

@@ -36,7 +36,7 @@ from titanlab.techniques.tracker.trackers_schema import Jsonl
 MOST_PROCESSES = 16
 # Larger degrees are reduced to this degree: an axis of two ranks runs the same code as an axis of many.
 _FOLDED = 2
-# Pipelines and tensor parallelism come first: most of what can go wrong needs them, alone or with another axis.
+# Pipelines and tensor parallelism come first: most errors appear only with them, alone or with another axis.
 _ORDER = ("pipeline", "tensor", "context", "shard", "replicate")
 
 
@@ -115,7 +115,7 @@ class Folded:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step: as in the real size, at most two a rank, or another number if the schedule needs it."""
+        """Microbatches of a step: as in the real size, at most two a rank; or a number that the schedule allows."""
         ranks, schedule = self.layout.pipeline, self.recipe.schedule
         real: int = self.recipe.microbatches
         if ranks == 1:

@@ -77,7 +77,7 @@ def thinned(rows: Sequence[dict[Any, Any]], most: int = _MOST_POINTS) -> list[di
 
 EXPERT_COLUMNS = ("experts/counts",)
 MOST_MAPS = 6
-# The scale of colours ends at a quarter of the equal share and at four times it: 2 to the power of ∓_END.
+# The scale of colours ends at 1/4 and at 4 times the equal share: 2 to the power of -_END and of _END.
 _END = 2.0
 _LEAST, _MOST = 0.9, 3.4  # inches: height of a map
 _NO_TOKEN = "#000000"

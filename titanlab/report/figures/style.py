@@ -76,7 +76,7 @@ def set_axis(axis: Axes, title: str = "") -> None:
 
 
 def add_legend(figure: Figure, place: str, **more: Any) -> None:
-    """Put a legend outside the axes; `place`: where, such as `lower left`."""
+    """Put a legend outside the axes, at a place such as `lower left`."""
     figure.legend(**{"loc": f"outside {place}", "fontsize": 8.5, "frameon": False, "labelcolor": INK, **more})
 
 
