@@ -173,7 +173,7 @@ def check_whole(key: str, value: int, most: int = MOST, *, cure: str = "give a s
 
 
 def shown_digits(value: int) -> str:
-    """A whole number as text; of a very long number, the count of its digits."""
+    """A whole number as text; for a very long number, the count of its digits."""
     # Python does not convert a number of more than 4,300 digits to text, so estimate the count.
     digits = int(abs(value).bit_length() * math.log10(2)) + 1
     return str(value) if digits <= _DIGITS else f"(a number of about {digits:,} digits)"

@@ -33,7 +33,7 @@ def gather_first(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def reduce_scatter(output: torch.Tensor, summand: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of the sum over ranks to `output`; both are contiguous.
+    """Write this rank's part of the sum over ranks to `output`. Both tensors are contiguous.
 
     gloo's reduce-scatter is an all-reduce with twice the traffic, so on CPU ranks exchange parts and add them.
     """

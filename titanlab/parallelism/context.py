@@ -305,7 +305,7 @@ def _local_head(k: Tensor, v: Tensor, chunks: Chunks) -> KeysAndValues:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of this dtype are summed."""
+    """The dtype in which values of `dtype` are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -192,7 +192,7 @@ def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGrou
 
 
 def _gather_with(block: nn.Module, unit: nn.Module) -> None:
-    """Let a unit of FSDP2 inside a block gather before the block's forward and free after that, not during it.
+    """Let a unit of FSDP2 inside a block gather before the block's forward starts, and free after that forward ends.
 
     A compiler traces the block's forward as one graph, and checkpointing recomputes it as one function; neither may
     contain FSDP2's collectives. Call this before the block itself becomes a unit.

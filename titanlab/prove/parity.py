@@ -123,7 +123,7 @@ def compare(reference: TrainingTrace, candidate: TrainingTrace) -> TraceDifferen
 
 
 def farthest(reference: TrainingTrace, candidates: Sequence[TrainingTrace]) -> TraceDifference:
-    """The largest differences of all ranks' traces from a reference: the copy of only one rank may be wrong.
+    """For each number, the largest difference of any rank's trace from a reference: one rank alone may be wrong.
 
     Raises:
         ValueError: as in `compare`.

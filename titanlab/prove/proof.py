@@ -121,7 +121,7 @@ class Prover:
 
 
 def named_numbers(difference: TraceDifference) -> Iterator[tuple[str, tuple[float, str]]]:
-    """Each number of a difference by name, with its tensor's name, which is empty for a number of the whole step."""
+    """(name, (value, tensor)) for each number of a difference; `tensor` is empty for a number of the whole step."""
     for name, value in vars(difference).items():
         yield name, value if isinstance(value, tuple) else (value, "")
 
@@ -137,7 +137,7 @@ def exceeded(difference: TraceDifference, limits: Mapping[str, float]) -> str:
 
 
 def wrong_layers(recipe: Recipe, one: TrainingTrace, every: Sequence[TrainingTrace]) -> str:
-    """A line about linear layers whose class is not that of the precision; empty: there are none.
+    """A line about linear layers whose class is not the one that the precision uses; empty: none.
 
     If the precision names no class, the layers must have the same classes as in the one-process run.
     """

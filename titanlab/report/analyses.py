@@ -298,7 +298,7 @@ def largest_differences(differences: DataFrame) -> DataFrame:
 
 
 def ranking_text(runs: DataFrame, by: str = "tps", *, max_memory_gib: float | None = None) -> str:
-    """The output of `titanlab best` for a frame of `sweep_frame`: the answer, the ranked recipes, and its limits.
+    """The output of `titanlab best` for a frame of `sweep_frame`: the answer, its limits, and the ranked recipes.
 
     Each recipe has an interval of 95 %. Each run counts once, and the noise is estimated from the repeats of all
     recipes together. If the gap between the first two may be noise, the answer names no winner.
