@@ -31,7 +31,7 @@ class ConfigError(TitanlabError):
 
 
 class DamagedPosition(ConfigError):
-    """A checkpoint's position has a value that no run saves; the run then resumes from the checkpoint before it."""
+    """The position in a checkpoint has a value that no run saves; the run then resumes from the previous checkpoint."""
 
 
 def _shown(value: object) -> str:

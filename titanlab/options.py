@@ -8,7 +8,7 @@ A technique is a torch-free config, an implementation that the config names, and
 
 A group of presets has one config and no kinds: `@option("parallelism")` in `titanlab/parallelism/schema.py`.
 titanlab's own configs are in modules whose names end in `schema`. Other packages declare their modules with entry
-points of the group `titanlab.options`, and the package with their YAMLs with an entry point of `titanlab.conf`.
+points of the group `titanlab.options`, and the package that has their YAMLs with one of the group `titanlab.conf`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from titanlab.ranges import ranged
 
 T = TypeVar("T", bound=type)
 # Metadata of config fields. If a field has none of these, the planner's estimate takes the field into account.
-# NOT_PRICED: nobody has measured how the field changes the time of a step, and the planner says so. A tuple of values
-# in place of True limits this to these values of the field.
+# NOT_PRICED: nobody has measured how the field changes the time of a step, and the planner says so. With a tuple
+# of values instead of True, this holds only if the field has one of these values.
 NOT_PRICED = {"not_priced": True}
-# OUTSIDE_STEP: the field, or its whole group, does not affect steps without validation, checkpoint and profile.
+# OUTSIDE_STEP: the field, or its whole group, does not change a step in which nothing is validated, saved or profiled.
 OUTSIDE_STEP = {"in_step": False}
 # Joins the names of options to the name of their combination, `wandb+tensorboard`.
 PLUS = "+"
-# OmegaConf's sign for a missing value; importing OmegaConf takes time.
+# OmegaConf's sign for a missing value, written here because importing OmegaConf takes time.
 _MISSING = "???"
 
 
@@ -112,7 +112,7 @@ def combination(group: str, name: str) -> Option | None:
 
 
 def discover() -> dict[str, dict[str | None, Option]]:
-    """All options by group and kind; it imports only schema modules, which do not import torch."""
+    """All options by group and kind. Only schema modules are imported, and these do not import torch."""
     return _options_of(_schema_modules())
 
 
@@ -151,14 +151,14 @@ def schema_of(group: str, kind: str | None) -> type:
 
 
 def contract_of(group: str) -> str:
-    """The module with the classes from which a group's configs inherit."""
+    """The name of the module that defines the base classes of a group's configs."""
     is_technique = (Path(__file__).parent / "techniques" / group).is_dir()
     return f"titanlab.{'techniques.' if is_technique else ''}{group}.contract"
 
 
 @functools.cache
 def conf_packages() -> tuple[str, ...]:
-    """Installed packages whose folders have YAMLs of config groups."""
+    """Names of installed packages that contain YAMLs of config groups."""
     return tuple(entry.value for entry in importlib.metadata.entry_points(group="titanlab.conf"))
 
 

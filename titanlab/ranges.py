@@ -30,7 +30,7 @@ def ranged(prefix: str) -> Callable[[T], T]:
 
     Lists become tuples. Whole numbers must have an absolute value of at most `MOST`, floats must be finite, and fields
     whose names end in `_seconds` at most `MOST_SECONDS`. A field's metadata may add limits: `most` of a whole number
-    (None: another rule checks it), `least`, `positive` (True), `choices`; and `cure`, the advice in errors about these.
+    (None: another rule checks it), `least`, `positive` (True), `choices`; and `cure`, the advice if a limit is broken.
     A class that declares a field again inherits the field's metadata from its bases.
 
     Args:
@@ -70,12 +70,12 @@ _Limits = Mapping[str, Any]
 def _values(
     schema: type, prefix: str, values: Mapping[str, Any]
 ) -> Iterator[tuple[str, dataclasses.Field[Any], _Limits, Any]]:
-    """Key, field, limits and value of each entry of a config, also of a nested one such as `optimizer.schedule`."""
+    """Key, field, limits and value of each entry of a config, and of configs nested in it (`optimizer.schedule`)."""
     for field, limits in declared_fields(schema):
         if field.name not in values:
             continue
         key, value = prefix + field.name, values[field.name]
-        # An option checks its own values.
+        # A nested option checked its own values when it was made.
         if dataclasses.is_dataclass(value) and not hasattr(value, "__titanlab_option__"):
             yield from _values(type(value), f"{key}.", vars(value))
         else:
@@ -98,7 +98,7 @@ def declared_fields(schema: type) -> tuple[tuple[dataclasses.Field[Any], _Limits
 def _check_size(key: str, field: dataclasses.Field[Any], limits: _Limits, value: Any) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    # The schema's own rules check infinity and NaN.
+    # Infinity and NaN pass here; later checks refuse them.
     if field.name.endswith("_seconds") and MOST_SECONDS < abs(value) < math.inf:
         shown = shown_digits(value) if isinstance(value, int) else value
         raise ConfigError(key, shown, f"must be at most {MOST_SECONDS:,}", f"try {_usual(field)}")
@@ -173,7 +173,7 @@ def check_whole(key: str, value: int, most: int = MOST, *, cure: str = "give a s
 
 
 def shown_digits(value: int) -> str:
-    """A whole number as text; of a very long number, the count of its digits."""
+    """A whole number as text; for a very long number, the count of its digits."""
     # Python does not convert a number of more than 4,300 digits to text, so estimate the count.
     digits = int(abs(value).bit_length() * math.log10(2)) + 1
     return str(value) if digits <= _DIGITS else f"(a number of about {digits:,} digits)"

@@ -25,7 +25,7 @@ class Check:
         name: shown if the probe does not answer.
         find: returns findings, or raises any error.
         seconds: time limit. A function that hangs, for example in a file system that does not answer, is abandoned.
-        is_needed: whether a check without an answer fails; otherwise it is a warning.
+        is_needed: whether a probe that does not answer is a failure; otherwise it is a warning.
     """
 
     section: str
@@ -69,16 +69,16 @@ def _of_launcher(kind: str, launch: LaunchConfig | None) -> Check:
     try:
         config = launch if launch is not None and is_chosen else default_config(kind)
     except ConfigError as error:
-        # Only a warning: the user has not chosen this launcher of another package.
+        # Only a warning: this launcher comes from another package, and the user has not chosen it.
         problem = [warn("config", str(error), "mend or remove its package")]
         return Check(kind, kind, lambda: problem, is_needed=False)
-    # Made inside the check: a launcher of another package may raise anything.
+    # Create the launcher inside the check: if it comes from another package, it may raise any error.
     find = lambda: config.implementation().findings()  # noqa: E731
     return Check(config.title, config.title, find, seconds=90.0, is_needed=is_chosen)
 
 
 def run_checks(checks: Sequence[Check]) -> Iterator[tuple[Check, list[Finding]]]:
-    """Run all checks at the same time; give the findings of each in the order of the checks.
+    """Run all checks at the same time; yield each check with its findings, in the given order.
 
     No check takes longer than its limit, and no error of a check is raised.
     """

@@ -145,7 +145,7 @@ def file_system(folder: Path) -> tuple[str, str]:
     with contextlib.suppress(OSError):
         for each in psutil.disk_partitions(all=True):
             is_above = real == each.mountpoint or real.startswith(each.mountpoint.rstrip("/") + "/")
-            # The later of two mounts at one place hides the earlier one.
+            # If two file systems have the same mount point, the later one hides the earlier one.
             if is_above and len(each.mountpoint) >= len(best[1]):
                 best = (each.fstype, each.mountpoint)
     return best

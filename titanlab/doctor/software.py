@@ -48,7 +48,7 @@ def check_python() -> Iterator[Finding]:
 
 
 def tested_versions() -> dict[str, str]:
-    """The versions in constraints.txt, which a clone has beside the package, a wheel in it; empty: there is none."""
+    """The versions in constraints.txt (in a wheel inside the package, in a clone beside it); empty: no such file."""
     package = Path(titanlab.__file__).parent
     for path in (package / "constraints.txt", package.parent / "constraints.txt"):
         with contextlib.suppress(OSError):
@@ -215,4 +215,4 @@ def check_gpus() -> Iterator[Finding]:
 def _number(text: str) -> float:
     with contextlib.suppress(ValueError):
         return float(text)
-    return 0.0  # `[N/A]`
+    return 0.0  # nvidia-smi writes `[N/A]`

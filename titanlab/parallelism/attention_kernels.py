@@ -151,20 +151,20 @@ def summed(x: Tensor, kv_heads: int) -> Tensor:
 
 # Supports float32, bfloat16, float16 and grouped-query heads.
 CPU = AttentionKernel(_cpu_forward, _cpu_backward, is_tiled=True)
-# FlashAttention-2 (arXiv 2307.08691): 16 bits; grouped-query heads. The same operators run FlashAttention 3 if active.
+# FlashAttention-2 (arXiv 2307.08691), or FlashAttention 3 if it is active: supports 16 bits and grouped-query heads.
 _FLASH = AttentionKernel(_flash_forward, _flash_backward)
 KERNELS = {
     "flash": _FLASH,
     FLASH3: _FLASH,
-    # 16 bits; grouped-query heads.
+    # Supports 16 bits and grouped-query heads.
     "cudnn": AttentionKernel(_cudnn_forward, _cudnn_backward),
-    # Memory-efficient attention (arXiv 2112.05682): 16 bits and float32.
+    # Memory-efficient attention (arXiv 2112.05682): supports 16 bits and float32, not grouped-query heads.
     "efficient": AttentionKernel(_efficient_forward, _efficient_backward),
 }
 
 
 def _can_use_flash(inputs: SDPAParams) -> bool:
-    # SDPA pads head_dim to a multiple of 8 before it calls the operator; here nothing pads.
+    # SDPA pads head_dim to a multiple of 8 before it calls the operator. This module does not pad.
     return bool(inputs.query.shape[-1] % 8 == 0 and can_use_flash_attention(inputs))
 
 
@@ -176,7 +176,7 @@ _CAN_USE: dict[str, Callable[[SDPAParams], bool]] = {
 
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = False) -> AttentionKernel:
-    """The kernel for these inputs: the requested kernel if it supports them, else the next that does.
+    """The kernel for these inputs: the requested kernel if it supports them, else the next one in `order` that does.
 
     Args:
         name: `flash`, `flash3`, `cudnn`, `efficient`, or `auto`: the fastest that supports the inputs (`efficient` for
@@ -198,7 +198,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
         if shapes_vary and candidate == "cudnn":
             continue
         shared = candidate != "efficient" and q.shape[1] != k.shape[1]
-        # A kernel without grouped-query heads gets `repeated` heads; for this check a view of that shape is enough.
+        # A kernel without grouped-query heads will get `repeated` k and v; this check needs only views of that shape.
         takes_heads = shared or q.shape[1] == k.shape[1]
         k_, v_ = (k, v) if takes_heads else (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))
         if _CAN_USE[candidate](SDPAParams(q, k_, v_, None, 0.0, False, shared)):
@@ -210,7 +210,7 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, *, shapes_vary: bool = Fa
 
 
 def _documents(starts: Tensor) -> Iterator[tuple[slice, slice, slice]]:
-    """The index of each document in tensors [batch, heads, rows, …]."""
+    """For each document, the index that selects its rows in a tensor [batch, heads, rows, …]."""
     for sequence, begins in enumerate(starts.tolist()):
         begin = 0
         while begin < len(begins):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Private, the same in torch 2.11 to 2.13. Functional collectives use it to find the group with a name.
+# A private function, the same in torch 2.11 to 2.13: functional collectives find the group of a name with it.
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-# torch 2.13 has the first name and deprecates the second; torch 2.11 has only the second.
+# torch 2.13 has the names on the left and deprecates those on the right; torch 2.11 has only those on the right.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -20,7 +20,7 @@ STANDS_FOR_NCCL = "fake_nccl"
 
 
 def group_named(name: Any) -> dist.ProcessGroup:
-    """The process group with a name: custom operators and compiled code cannot take a group as an argument."""
+    """The process group with this name: custom operators and compiled code cannot take a group as an argument."""
     # `Any`, because torch 2.13 has a type for group names and torch 2.11 has none.
     return _resolve_process_group(name)
 
@@ -33,7 +33,7 @@ def gather_first(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def reduce_scatter(output: torch.Tensor, summand: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Write this rank's part of the sum over ranks to `output`; both are contiguous.
+    """Write this rank's part of the sum over ranks to `output`. Both tensors are contiguous.
 
     gloo's reduce-scatter is an all-reduce with twice the traffic, so on CPU ranks exchange parts and add them.
     """

@@ -9,8 +9,8 @@ rank has the same work. For the keys of other ranks:
 So the causal mask is needed only within each chunk, and every other part is a full rectangle. Partial results are
 merged by the logarithms of their denominators (arXiv 1805.02867): no matrix of scores and no mask is ever stored.
 
-There are two exchanges, `Ring` and `GatherKv`. Both run inside a custom operator with its own backward: in compiled
-code the communication causes no graph break, and activation checkpointing sees one named operator.
+`Ring` and `GatherKv` are two ways to exchange keys and values. Both run in a custom operator with its own backward: in
+compiled code the communication causes no graph break, and activation checkpointing sees one named operator.
 
 Shapes: tensors are sent and stored as [batch, seq, heads, head_dim]; kernels get the transposed view.
 """
@@ -34,7 +34,7 @@ from titanlab.parallelism.collectives import all_gather_single, group_named
 from titanlab.techniques.model.attention import HostStarts, InnerAttention, result_like
 from titanlab.techniques.precision.product import departure, has_hooks
 
-# Most tokens of the example on which attention of another class is tried: more than the usual window of 4,096.
+# `check_attention` tests another class on at most this many tokens: more than the usual sliding window of 4,096.
 _TRIED = 4608
 
 
@@ -54,8 +54,8 @@ class ContextAttention(nn.Module):
     """Causal softmax(q·kᵀ/√head_dim)·v over sequences of which this rank has `positions`; replaces a model's attention.
 
     q [batch, heads, seq / ranks, head_dim] and k, v with kv_heads → shaped as q. With `starts` [batch, seq / ranks] on
-    the CPU, attention is within documents; `starts` are positions in the whole sequence. Every rank of the group has to
-    run this module, forward and backward, in the same order.
+    the CPU, attention is within documents: `starts` has, for each token, the position in the whole sequence where its
+    document begins. Every rank of the group has to run this module, forward and backward, in the same order.
 
     Args:
         kernel: the kernel that the model asks for, `auto` for the best. If that kernel returns no denominators or does
@@ -80,7 +80,7 @@ class ContextAttention(nn.Module):
 def spread_attention(model: nn.Module, path: str, *, method: str, group: ProcessGroup) -> None:
     """Replace the module at `path` in every block of the model's `layers` by a `ContextAttention`.
 
-    The new module uses the replaced module's `kernel`, or `auto` if that has no such attribute.
+    The new module uses the replaced module's `kernel`, or `auto` if the replaced module has no such attribute.
     """
     container, _, name = path.rpartition(".")
     for block in model.get_submodule(BLOCKS).children():
@@ -90,7 +90,7 @@ def spread_attention(model: nn.Module, path: str, *, method: str, group: Process
 
 
 def check_attention(model: nn.Module, account: ModelAccount, *, seq_len: int, context: int) -> None:
-    """Check that a model's attention computes the same as `ContextAttention`, by an example if it is another class.
+    """Check that a model's attention computes what `ContextAttention` does; another class is tested on an example.
 
     Raises:
         ConfigError: the model's attention computes something else, or the example does not run on a CPU.
@@ -155,7 +155,7 @@ def attention(
     attend(_local_head(k, v, chunks))
     for block in exchange.blocks():
         attend(block)
-        del block  # before memory for the next is allocated
+        del block  # free its memory before the next block is allocated
     return _swapped(out.to(q.dtype)), _swapped(lse)
 
 
@@ -195,7 +195,7 @@ def attention_backward(
         gradients = torch.zeros_like(block.k), torch.zeros_like(block.v)
         add_gradients(block, gradients)
         exchange.give(gradients, into=(dk, dv))
-        del block, gradients  # before memory for the next is allocated
+        del block, gradients  # free their memory before the next block is allocated
     # The last part needs only local keys: computing it hides the transfer of the last gradients.
     add_gradients(_local_head(k, v, chunks), first_halves((dk, dv)))
     exchange.collect(into=(dk, dv))
@@ -250,10 +250,10 @@ Part = tuple[slice, slice | Tensor]
 class Chunks:
     """A rank's two chunks, and the documents in them.
 
-    At most one document reaches from an earlier chunk into a later one: that of the later chunk's first row. The rows
-    of that document at the start of the later chunk attend to all keys of the document at the end of the earlier chunk.
-    So the work between two chunks is a full rectangle without a mask, or nothing. Within a chunk, each document is
-    causal attention by itself.
+    At most one document reaches from an earlier chunk into a later one: the document of the later chunk's first row.
+    The document's rows at the start of the later chunk attend to all its keys at the end of the earlier chunk. So the
+    work between two chunks is a full rectangle without a mask, or nothing. Within a chunk, each document is causal
+    attention by itself.
 
     Documents do not change what ranks send: otherwise a rank could wait for a message that another does not send.
 
@@ -264,8 +264,8 @@ class Chunks:
     """
 
     def __init__(self, starts: Tensor | None, group: ProcessGroup) -> None:
-        """`starts`: [batch, seq] int64, on the CPU: the position in the whole sequence of the first token of each local
-        token's document; None: each sequence is one document.
+        """`starts`: [batch, seq] int64, on the CPU: for each local token, where its document begins, as a position in
+        the whole sequence; None: each sequence is one document.
         """
         self.numbers = owned(group.rank(), group.size())
         self._starts: list[list[int]] | None = None
@@ -305,7 +305,7 @@ def _local_head(k: Tensor, v: Tensor, chunks: Chunks) -> KeysAndValues:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of this dtype are summed."""
+    """The dtype in which values of `dtype` are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -321,7 +321,7 @@ def _joined_halves(x: Tensor, batch: int) -> Tensor:
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge attention to more keys into `out` [batch, rows, heads, head_dim] and `lse` [batch, rows, heads], in place.
 
-    The new part's share of the denominator, exp(b) / (exp(a) + exp(b)), is a sigmoid: it cannot overflow.
+    The new part's share of the denominator, exp(part_lse) / (exp(lse) + exp(part_lse)), is a sigmoid: no overflow.
     """
     out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
     torch.logaddexp(lse, part_lse, out=lse)
@@ -332,7 +332,7 @@ def _swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-# Both exchanges take this rank's contiguous keys and values, and the ranks of the context axis in order. The
+# `Ring` and `GatherKv` take this rank's contiguous keys and values, and the group of the context axis. The
 # constructor starts the first transfer, so that local work hides it. `blocks` yields the keys and values of other ranks
 # that local rows need, once each, while the next block is in transfer. `give` sends the gradients of the latest block
 # to the rank that owns it; gradients that have arrived for this rank's keys may be added to `into`. `collect` waits for
@@ -342,10 +342,10 @@ def _swapped(x: Tensor) -> Tensor:
 class Ring:
     """Ring attention (arXiv 2310.01889): ranks pass on blocks of keys and values while they use the current block.
 
-    Blocks move *down*, from rank r to r−1: a rank's keys first reach the ranks before it, which need all of them. After
-    rank 0 they reach the ranks after it, which need only the head. So rank 0 drops the tail, and only keys that are
-    used are sent: three quarters of the n·(n−1) blocks of a full ring. (Upwards, tails would pass through ranks that do
-    not need them.)
+    Blocks move *down*, from rank r to r−1: a rank's keys first reach the ranks before their owner, which need all of
+    them. Rank 0 sends to the last rank, so they then reach the ranks after their owner, which need only the head.
+    So rank 0 drops the tail, and only keys that are used are sent: three quarters of the n·(n−1) blocks of a full ring.
+    (Upwards, tails would pass through ranks that do not need them.)
 
     Gradients are sent directly to the owner of the keys, in the kernel's dtype, and added there in float32.
     Passing them on in a ring would take as many messages, but of running sums in float32, and each rank would wait for
@@ -399,7 +399,7 @@ class Ring:
 
 
 def transfer(sent: Pair, to: int, expected: Pair, source: int, group: ProcessGroup) -> Callable[[], Pair]:
-    """Start to send one pair to a rank of the group, and to receive one pair from a rank; NCCL launches once.
+    """Start to send one pair to a rank of the group, and to receive one pair from a rank, in one NCCL launch.
 
     A pair is two messages: copying keys and values into one buffer costs more than a second message.
 
@@ -483,7 +483,7 @@ class GatherKv:
                 gradient[:, : part.shape[1]] += part
 
     def _sizes(self, *, whole: range) -> list[int]:
-        """By rank, the gradient elements that are exchanged with it: of all keys if in `whole`, else of half."""
+        """For each rank, the gradient elements exchanged with it: those of all keys if in `whole`, else of half."""
         sizes = [self._block_size if rank in whole else self._block_size // 2 for rank in range(self._ranks)]
         sizes[self._rank] = 0
         return sizes

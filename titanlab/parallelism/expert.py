@@ -32,7 +32,7 @@ def exchange(rows: Tensor, sent: Tensor, received: Tensor, total: int, group: st
             that rank, or received from it.
 
     Returns:
-        [total, ...].
+        the received rows, [total, ...].
     """
     ranks = group_named(group)
     arrived = rows.new_empty((total, *rows.shape[1:]))
@@ -115,7 +115,7 @@ class TokenExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int) -> None:
-        # The group's name, because compiled code cannot have a group as a value.
+        # Keep the group's name, because compiled code cannot have a group as a value.
         self._group: str = group.group_name
         self._ranks, self._own = group.size(), count // group.size()
 
@@ -158,7 +158,7 @@ class TokenExchange:
 
 
 class Reorder(torch.autograd.Function):
-    """Rows in another order; a gather in forward and backward."""
+    """Puts rows in another order; forward and backward are both a gather."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -57,8 +57,8 @@ class Columns(NamedTuple):
 class SplitLoss:
     """`loss_sum` of logits whose columns are split over the ranks of a group; the same scalar on every rank.
 
-    Each rank sends two numbers per token: the log-sum-exp of its columns, and the label's logit if it has that column
-    (Megatron-LM, arXiv 1909.08053, section 3, sends three).
+    Each rank sends two numbers per token: the log-sum-exp of its columns, and the label's logit, or 0 if another rank
+    has the label's column (Megatron-LM, arXiv 1909.08053, section 3, sends three numbers).
 
     Args:
         compiled: compiles a function without communication; None: nothing is compiled.
@@ -130,7 +130,7 @@ class ChunkedLoss:
             head: a linear layer [dim → vocabulary], or a module without a parameter that gets the embedding's table as
                 a second argument.
             tokens: number of tokens in a chunk.
-            scale: the caller runs the backward pass of scale · loss; a tensor may change between steps.
+            scale: the caller runs the backward pass of scale · loss; if a tensor, its value may change between steps.
             columns: the columns of this rank's part of the head's weight, which may be a DTensor.
             gathered: the head's input → all tokens of the microbatch, [tokens, dim]; None: the input [batch, seq, dim]
                 already has all tokens.
@@ -176,7 +176,7 @@ class ChunkedLoss:
         """The loss of all tokens [tokens, dim]; adds its gradients to `gradients`."""
         product, head, (first, group) = self.product, local_part(weight), self._columns
         total = torch.zeros((), dtype=torch.float32, device=tokens.device)
-        # Cast once, not for each chunk.
+        # Cast the weight once, not for each chunk.
         head, factor = product.for_forward(head), None if gradients is None else product.for_inputs(head)
         for start in range(0, tokens.shape[0], self._tokens):
             chunk, chunk_labels = tokens[start : start + self._tokens], labels[start : start + self._tokens]
@@ -214,8 +214,8 @@ class _Gradients:
 
     Attributes:
         tokens: [tokens, dim].
-        weight: this rank's part [columns, dim]; None before the first chunk, or if no gradient is needed.
-        bias: [columns]; None as for `weight`.
+        weight: gradient of this rank's part, [columns, dim]; None: no chunk has added to it yet, or none is needed.
+        bias: [columns]; None: as for `weight`.
     """
 
     tokens: Tensor
@@ -224,7 +224,7 @@ class _Gradients:
 
 
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
-    """By token, the log-sum-exp of this rank's columns, and the label's logit if it has that column, else 0: [2, n]."""
+    """For each token, log-sum-exp of this rank's columns; label's logit, or 0 if its column is elsewhere: [2, n]."""
     values = logits.float()
     mine, column = _column_of_label(labels, first, logits.shape[1])
     # This takes one kernel; torch.logsumexp would take four.
@@ -235,7 +235,7 @@ def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
 def _slope(logits: Tensor, log_sum: Tensor, labels: Tensor, first: int, factor: Tensor) -> Tensor:
     """The gradient of this rank's columns: softmax over the whole vocabulary, minus one at the label, times a factor.
 
-    log_sum: of the whole vocabulary, [n]; factor: [n], 0 where the label does not count.
+    log_sum: log-sum-exp of the whole vocabulary, [n]; factor: [n], 0 where the label does not count.
     """
     mine, column = _column_of_label(labels, first, logits.shape[1])
     slope = (logits.float() - log_sum.unsqueeze(1)).exp()

@@ -52,14 +52,14 @@ class Pipeline:
         Args:
             stages: this rank's stages by number. The first takes tokens [microbatch, seq], the others hidden states;
                 all take positions [seq] as well. The last returns what `loss` expects. Stages may be under FSDP.
-            actions: by rank of the group, its actions in order.
-            placement: by stage, the rank of the group that has it.
-            loss: (runs the last stage, labels [microbatch, seq]) → float32 scalar, summed over the microbatch's
+            actions: for each rank of the group, its actions in order.
+            placement: for each stage, the rank of the group that has it.
+            loss: (function that runs the last stage, labels [microbatch, seq]) → float32 scalar, summed over these
                 labels. It is called once per microbatch.
-            hidden_shape: of the hidden states between stages: [microbatch, seq, dim], or under sequence parallelism
+            hidden_shape: shape of hidden states between stages: [microbatch, seq, dim], or with sequence parallelism
                 [1, this rank's tokens of a microbatch, dim].
             microbatch: sequences of a microbatch; None: the first number of hidden_shape.
-            reduces_each: FSDP reduces the gradients of blocks after each backward, not only at the end of the step.
+            reduces_each: whether FSDP reduces gradients of blocks in each backward, not only at the end of the step.
         """
         rank = dist.get_rank(group)
         self._ranks = dist.get_process_group_ranks(group)

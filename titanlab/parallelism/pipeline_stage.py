@@ -50,12 +50,12 @@ class ScheduledStage(PipelineStage):
         """Prepare stage `number` of a pipeline; nothing is computed or sent.
 
         Args:
-            placement: by stage, the rank of the group that has it.
+            placement: for each stage, the rank of the group that has it.
             hidden: shape and dtype of the hidden states between stages.
             loss: computes a scalar with the last stage's module, in the last stage only.
             scale: gradients are those of scale · loss.
-            split_backward: some backwards compute the gradients of inputs first and those of weights later.
-            reduces_each: FSDP reduces the gradients of blocks, the children of `module.layers`, in each backward. Other
+            split_backward: whether some backwards compute gradients of inputs first and those of weights later.
+            reduces_each: whether FSDP reduces gradients of blocks (children of `module.layers`) in each backward. Other
                 gradients are reduced at the end of the step: a forward may write the gradient of the head, but all
                 reductions of one FSDP unit must cover the same parameters.
         """
@@ -70,7 +70,7 @@ class ScheduledStage(PipelineStage):
         parts = module.get_submodule(BLOCKS).modules() if reduces_each else ()
         self._reduced_each = [part for part in parts if isinstance(part, FSDPModule)]
         self._phase = phase
-        # By microbatch and neighbouring stage: tensors that have arrived or been computed, until they are used or sent.
+        # By (microbatch, neighbouring stage): tensors that arrived, until used, and tensors computed, until sent.
         self._arrived: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
         self._computed: dict[tuple[int, int], Tensor] = {}
         self._pending: dict[int, tuple[Tensor | None, Tensor]] = {}
@@ -81,16 +81,16 @@ class ScheduledStage(PipelineStage):
         self.received: Counter[int] = Counter()
 
     def begin_step(self) -> None:
-        """Let `perform_reduce_grad` reduce gradients and free parameters at the end of the step, not in each backward.
+        """Let torch reduce gradients and free parameters at the end of the step (`perform_reduce_grad`), not earlier.
 
-        Blocks reduce in each backward if `reduces_each`.
+        With `reduces_each`, FSDP reduces the gradients of blocks in each backward all the same.
         """
         if isinstance(self.submod, FSDPModule):
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
             self._reduce_blocks(all_reduce=False)
-            # torch 2.15 has this instead of `set_is_last_backward`.
+            # In torch 2.15 this method takes the role of `set_is_last_backward`.
             finalize_by_hand = getattr(self.submod, "set_manual_backward_finalization", None)
             if callable(finalize_by_hand):
                 finalize_by_hand(True)
@@ -144,7 +144,7 @@ class ScheduledStage(PipelineStage):
         if self.is_last:
             with self._phase("forward"):
                 output = self._loss(lambda: self.submod(stage_input, *places), labels)
-            # A chunked loss has written the gradient of the head's weight, outside a backward.
+            # A chunked loss has written a gradient of the head's weight; FSDP itself accumulates only in a backward.
             if torch.is_grad_enabled():
                 _sum_in_reduce_dtype(self.submod)
             loss = output.detach()
@@ -271,7 +271,7 @@ def _sum_in_reduce_dtype(model: nn.Module) -> None:
     """Let FSDP accumulate gradients that were written outside a backward, as it does after each backward.
 
     FSDP sums microbatches in its reduce dtype; gradients that stay in `grad` would be summed in the parameters' dtype.
-    torch 2.11 to 2.13 accumulates in a hook of the backward only, and has no public function for it. In torch 2.15,
+    torch 2.11 to 2.13 accumulates in a hook of the backward only, and has no public function for this. In torch 2.15,
     `grad` itself has the reduce dtype (`Tensor.grad_dtype`), and this does nothing.
     """
     for module in model.modules():

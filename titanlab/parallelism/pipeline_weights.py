@@ -1,4 +1,4 @@
-"""Matrix products of linear layers, several layers with the same input as one, and deferred gradients of weights.
+"""Matrix products of linear layers: one product for layers with the same input, and deferred gradients of weights.
 
 Layers that share a product keep their own parameters (docs/decisions/0040). Deferred gradients are the W of zero-bubble
 schedules (arXiv 2401.10241; docs/decisions/0011). Only linear layers, which do nearly all of the work, defer their
@@ -31,7 +31,7 @@ from titanlab.techniques.precision.product import JOINED, PLAIN, Product, depart
 if TYPE_CHECKING:
     from titanlab.parallelism.tensor import TensorParallel
 
-# By layer, its output and input as meta tensors [rows, n]; None for a layer that was called more than once.
+# For each layer, its output and input as meta tensors [rows, n]; None for a layer that was called more than once.
 _Shapes = dict[nn.Module, tuple[Tensor, Tensor] | None]
 # Names of a layer's attributes: the `DeferredWeights` of its stage, and in compiled code the layer's two taps.
 _DEFERRED, _TAPS = "deferred_weights", "weight_taps"
@@ -51,7 +51,7 @@ def products(
     """The outputs of layers for inputs [..., in], as one matrix product; the gradients of weights may be deferred.
 
     Args:
-        copied: for each layer, whether its output gets its own memory; the others are parts of one tensor.
+        copied: for each layer, whether its output gets its own memory; other outputs are views of one tensor.
         bias: only for a single layer.
     """
     product = product_of(layers[0])
@@ -76,8 +76,8 @@ def products(
     elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (inputs, *weights)):
         outputs = _Products.apply(inputs, product, copied, bias, deferred, *weights)  # type: ignore[no-untyped-call]
     else:
-        # No `_Products` without gradients: torch 2.13's dynamo would call its `forward` without `ctx` if there are as
-        # many arguments as parameters, with `*weights` counted as one parameter.
+        # Without gradients, avoid `_Products`: torch 2.13's dynamo would call its `forward` without `ctx` if there are
+        # as many arguments as parameters, with `*weights` counted as one parameter.
         outputs = _outputs(inputs, product, copied, bias, weights)
     if taps:
         pairs = zip(outputs, taps, strict=True)
@@ -100,7 +100,7 @@ def _outputs(
 
 
 class _Products(torch.autograd.Function):
-    """Forward: one product; backward: two products for each weight; that of the weight's gradient may be deferred."""
+    """Forward: one product; backward: two products for each weight; the one for its gradient may be deferred."""
 
     @staticmethod
     def forward(
@@ -183,7 +183,7 @@ class JoinedProjections(Projections):
     """Multiplies an input with the weights of all layers at once.
 
     Args:
-        copied: for each layer, whether its output gets its own memory; the others are parts of one tensor.
+        copied: for each layer, whether its output gets its own memory; other outputs are views of one tensor.
     """
 
     def __init__(self, copied: tuple[bool, ...], cut: TensorParallel | None) -> None:

@@ -74,7 +74,7 @@ class Parallelism:
         return self.reshard_after_forward == "always" or (self.reshard_after_forward == "auto" and self.pipeline == 1)
 
     def freed_blocks(self, count: int) -> int:
-        """Number of first blocks, of `count` in a stage, that free their parameters; for resolved degrees."""
+        """How many of a stage's `count` blocks, counted from the first, free their parameters; for resolved degrees."""
         return max(0, count - self.gathered_blocks) if self.frees_after_forward else 0
 
     @functools.cached_property

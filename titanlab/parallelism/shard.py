@@ -87,7 +87,7 @@ def fully_shard_model(
         apart: modules outside blocks that are separate units, because their dtype is not that of the rest.
         experts: modules inside blocks that are separate units over another mesh; None: there are none.
         reduces_each: gradients are reduced after each microbatch, and their shards are summed; otherwise whole
-            gradients are summed, and reduced after the last microbatch. Replicas always reduce after the last.
+            gradients are summed, and reduced after the last one. Reduction over replicas always follows the last one.
     """
     # Imported here: the import takes 0.3 s, and a single process in fp32 does not need it.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -129,14 +129,14 @@ def fully_shard_model(
     # `Any`, because torch turns these modules into `FSDPModule` in place.
     root: Any = model
     units: list[Any] = [*itertools.chain(*inner.values()), *blocks, *apart, model]
-    # Gather the units of the next block with experts while a block computes. By default FSDP2 gathers only one unit
-    # ahead: the host waits for the router's counts, and so would issue a gather too late.
+    # Gather the units of the next block with experts while a block computes. By default FSDP2 gathers one unit ahead,
+    # and in the forward only when the host gets there: too late, because the host waits for the router's counts.
     ahead: list[list[Any]] = [[block, *within] for block, within in inner.items() if within or prefetch]
     for place, own in enumerate(ahead):
         if after := ahead[place + 1 : place + 1 + max(1, prefetch)]:
             own[-1].set_modules_to_forward_prefetch(list(itertools.chain(*after)))
         if before := ahead[max(0, place - max(1, prefetch)) : place]:
-            # The backward reaches the last unit first.
+            # Reversed, because the backward reaches the last unit first.
             own[0].set_modules_to_backward_prefetch(list(itertools.chain(*before))[::-1])
     if prefetch:
         root.set_modules_to_forward_prefetch(list(itertools.chain(*ahead[:prefetch])))
@@ -155,7 +155,7 @@ def fully_shard_model(
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last or reduces_each)
         root.set_requires_all_reduce(last)
-        # These units stay gathered after a backward, so that the next microbatch need not gather them.
+        # Units in `kept` stay gathered after a backward, so that the next microbatch need not gather them.
         for unit in kept:
             unit.set_reshard_after_backward(last, recurse=False)
         yield
@@ -192,7 +192,7 @@ def use_symmetric_memory(units: Sequence[Any], groups: Sequence[dist.ProcessGrou
 
 
 def _gather_with(block: nn.Module, unit: nn.Module) -> None:
-    """Let a unit of FSDP2 inside a block gather before the block's forward and free after it, not within it.
+    """Let a unit of FSDP2 inside a block gather before the block's forward starts, and free after that forward ends.
 
     A compiler traces the block's forward as one graph, and checkpointing recomputes it as one function; neither may
     contain FSDP2's collectives. Call this before the block itself becomes a unit.
@@ -206,7 +206,7 @@ def _gather_with(block: nn.Module, unit: nn.Module) -> None:
 
 
 class _NoView(torch.autograd.Function):
-    """Identity; the result is not a view."""
+    """Identity whose result is not a view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ class _NoView(torch.autograd.Function):
 
 
 def _without_views(module: nn.Module, inputs: object, output: Any) -> Any:
-    """Return no view from a unit of FSDP2, which warns about views; a linear layer with a bias would return one."""
+    """The output of a unit, not as a view: FSDP2 warns about views, which a linear layer with a bias returns."""
     if isinstance(output, torch.Tensor) and output.requires_grad and output._base is not None:
         return _NoView.apply(output)  # type: ignore[no-untyped-call]
     return output
@@ -245,7 +245,7 @@ class _ReduceScatter:
 
 
 def _sharded_dim(parameter: nn.Parameter, *, parts: int) -> Shard | None:
-    """The dim to shard; None means the first."""
+    """The dim that FSDP2 shards, as a placement; None: the first dim."""
     cut, tensor = None, 1
     if isinstance(parameter, DTensor):
         cut = next((placement.dim for placement in parameter.placements if isinstance(placement, Shard)), None)
@@ -255,7 +255,7 @@ def _sharded_dim(parameter: nn.Parameter, *, parts: int) -> Shard | None:
 
 
 class _DryRun(nn.Module):
-    """The model; without inputs it returns zero, whose backward visits the parameters from last to first."""
+    """Wraps the model; without inputs its output is zero, whose backward visits the parameters from last to first."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class _DryRun(nn.Module):
 
 
 def replicate_model(model: nn.Module, mesh: DeviceMesh, *, reduces_each: bool = False) -> Sharded:
-    """Apply DDP over a 1-D mesh; the model keeps its parameter names, so that checkpoints are the same without DDP.
+    """Apply DDP over a 1-D mesh; the model keeps its parameter names, so checkpoints are the same as without DDP.
 
     Args:
         reduces_each: as in `fully_shard_model`; DDP keeps whole gradients either way, so this only sends more.
@@ -354,7 +354,7 @@ def _squared_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     dtype = torch.promote_types(gradients[0].dtype, torch.float32)
     if gradients[0].device.type == "cpu":
         # On CPU torch adds float32 squares one after another: the norm of 2^26 elements would be wrong by 0.5 %, and in
-        # another layout by another share. So large tensors are first reduced row by row.
+        # another layout by another percentage. So large tensors are first reduced row by row.
         gradients = [
             g if g.numel() <= _ADDED_AT_ONCE else torch.linalg.vector_norm(g, dim=-1, dtype=dtype) for g in gradients
         ]

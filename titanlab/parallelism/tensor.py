@@ -85,7 +85,7 @@ def colwise(layer: nn.Module, cut: TensorParallel) -> None:
 
 
 def rowwise(layer: nn.Module, cut: TensorParallel) -> None:
-    """Cut the inputs of a linear layer; the layer then returns the residual stream."""
+    """Cut the inputs of a linear layer; its outputs are summed over ranks, and cut along tokens if the stream is."""
     _distribute(layer, cut.mesh, "rowwise")
 
     def forward(part: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def on_local_parts(module: nn.Module) -> Callable[..., Any]:
 
 
 def experts(module: nn.Module, cut: TensorParallel) -> None:
-    """Gather the first argument of a module, as `gathered`, and sum its output [batch·seq, dim] into the stream.
+    """Gather the first argument of a module, as `gathered` does, and sum its output [batch·seq, dim] into the stream.
 
     Every rank routes all tokens, and has a part of the width of each expert.
     """
@@ -150,7 +150,7 @@ def router(module: nn.Module, cut: TensorParallel) -> None:
 def embedding(table: nn.Module, cut: TensorParallel) -> None:
     """Cut an embedding by rows: each rank looks up the tokens whose rows it has."""
     assert isinstance(table, nn.Embedding), table
-    # Only the look-up of rows is implemented here, not these two features of torch's module.
+    # `max_norm` and `padding_idx` of torch's module are not implemented here.
     assert table.max_norm is table.padding_idx is None, table
     first = cut.mesh.get_local_rank() * -(-table.num_embeddings // cut.mesh.size())
     _distribute(table, cut.mesh, "embedding")
@@ -248,7 +248,7 @@ def parallelise(
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, style: str) -> None:
-    """Make a module's own parameters DTensors, cut by the style's dim in `titanlab.costs.account`."""
+    """Make a module's own parameters DTensors, cut along the dim that `cut_dim` gives for the style."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         dim = cut_dim(style, parameter.ndim)
         part = distribute_tensor(parameter.data, mesh, [Replicate() if dim is None else Shard(dim)])
@@ -263,7 +263,7 @@ class _Namespace:
             setattr(self, name, value)
 
 
-# torch.compile traces functional collectives and fuses them with products for AsyncTP. Eager code uses faster ones.
+# torch.compile traces functional collectives and fuses them with products for AsyncTP. Eager code calls faster ones.
 # Groups are passed by name, as `Any`, because only torch 2.13 has a type for names.
 
 

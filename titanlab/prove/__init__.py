@@ -1,4 +1,4 @@
-"""Checks that two recipes train the same, that recipes train at all, and that a step does what its parts declare."""
+"""Checks that two recipes train the same, that recipes can run, and that a step stores and sends what it declares."""
 
 import lazy_loader
 

@@ -34,7 +34,7 @@ class RankAccount:
 
     rank: int  # in the world
     parameters: int  # number of parameters in the rank's pieces of the model, counted before sharding
-    # Bytes that the rank stores; those of parameters include FSDP2's padding.
+    # Bytes that the rank stores; `parameter_bytes` includes FSDP2's padding.
     parameter_bytes: int
     optimizer_bytes: int
     saved: Mapping[int, int]  # by block, bytes that the rank keeps of a microbatch between forward and backward
@@ -103,7 +103,7 @@ def _saved_by_block(recipe: Recipe, stages: Sequence[tuple[int, Sequence[str]]])
             number = int(piece.rpartition(".")[2])
             if piece in step.account.idle:
                 continue
-            # The kernels that run in a trace are those of a CPU.
+            # A trace runs CPU kernels, so count what these save.
             share = replace(share_of(recipe), element_bytes=step.element_bytes(piece), accelerator="cpu")
             saved = recipe.ac.saved_bytes(block, share, number=number)
             if stage > 0 and place == 0 and saved == share.bytes_of(kept_activations(block)):

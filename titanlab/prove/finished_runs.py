@@ -25,7 +25,7 @@ class Logged:
 
     run: RunFolder
     recipe: Recipe
-    # (loss, gradient norm) of each logged step, by tokens seen; None: not finite.
+    # Tokens seen at a logged step → (loss, gradient norm) of the step; None: not finite.
     rows: dict[int, tuple[float | None, float | None]]
     ended_as_nan: str = ""
 

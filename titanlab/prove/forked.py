@@ -1,4 +1,4 @@
-"""Trains reduced recipes on this host: this process imports torch once, and forks the ranks of each recipe.
+"""Trains reduced (small) recipes on this host: this process imports torch once, and forks the ranks of each recipe.
 
 The import of torch and the trainer takes seconds, a fork takes milliseconds. Each rank is a new process, so what an
 earlier recipe has left in memory (compiled code, process groups) cannot affect the next recipe.

@@ -30,7 +30,7 @@ class TrainingTrace:
     # One number for each step.
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    # Those of the first step, as the optimizer got them: name of a parameter → full tensor.
+    # Gradients of the first step, as the optimizer got them: name of a parameter → full tensor.
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # after the last step; full tensors by name
     # Name of a linear layer → full names of its class and of that class's bases.
@@ -123,7 +123,7 @@ def compare(reference: TrainingTrace, candidate: TrainingTrace) -> TraceDifferen
 
 
 def farthest(reference: TrainingTrace, candidates: Sequence[TrainingTrace]) -> TraceDifference:
-    """The largest differences of all ranks' traces from a reference: the copy of only one rank may be wrong.
+    """For each number, the largest difference of any rank's trace from a reference: one rank alone may be wrong.
 
     Raises:
         ValueError: as in `compare`.

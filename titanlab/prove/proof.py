@@ -47,7 +47,7 @@ class ProofRow:
 
 
 def plan_proofs(candidates: Sequence[Candidate], **given: Any) -> list[Reduced]:
-    """The reduced recipes to compare with one process; `given`: the arguments of `reduce_all`.
+    """The reduced recipes to compare with a one-process run; `given`: the arguments of `reduce_all`.
 
     Raises:
         ConfigError: no recipe can be reduced.
@@ -95,7 +95,7 @@ class Prover:
             one = self.trained(reference)[0]
             exact = self.trained(in_fp32(reference))[0]
             every = self.trained(recipe)
-            # Imported here: it imports torch.
+            # Imported here, because `parity` imports torch.
             from titanlab.prove.parity import compare, farthest
 
             difference, from_fp32, rounding = farthest(one, every), farthest(exact, every), compare(exact, one)
@@ -121,7 +121,7 @@ class Prover:
 
 
 def named_numbers(difference: TraceDifference) -> Iterator[tuple[str, tuple[float, str]]]:
-    """Each number of a difference by name, with its tensor's name, which is empty for a number of the whole step."""
+    """(name, (value, tensor)) for each number of a difference; `tensor` is empty for a number of the whole step."""
     for name, value in vars(difference).items():
         yield name, value if isinstance(value, tuple) else (value, "")
 
@@ -137,7 +137,7 @@ def exceeded(difference: TraceDifference, limits: Mapping[str, float]) -> str:
 
 
 def wrong_layers(recipe: Recipe, one: TrainingTrace, every: Sequence[TrainingTrace]) -> str:
-    """A line about linear layers whose class is not that of the precision; empty: there are none.
+    """A line about linear layers whose class is not the one that the precision uses; empty: none.
 
     If the precision names no class, the layers must have the same classes as in the one-process run.
     """

@@ -30,8 +30,8 @@ from titanlab.train.assemble import assemble
 def fake_world(rank: int, ranks: int, *, nccl: bool) -> Iterator[tuple[World, FakeTensorMode]]:
     """A rank on CPU, and the mode in which its tensors have shapes but no data.
 
-    Modules are built and sharded outside the mode, because torch then reads values of small tensors; parameters get
-    their storage inside the mode.
+    Modules are built and sharded outside the mode, because torch reads values of small tensors when it builds and
+    shards; parameters get their storage inside the mode.
 
     Args:
         nccl: the process group stands for NCCL, which has a reduce-scatter; otherwise for gloo.
@@ -54,7 +54,7 @@ Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
 
 def watch_saved_bytes(blocks: Mapping[int, nn.Module]) -> dict[int, int]:
-    """A mapping from block to the bytes that it keeps of the first microbatch, filled in when its backward begins.
+    """For each block, the bytes that it keeps of the first microbatch; filled in when the block's backward begins.
 
     Hooks on saved tensors do not see tensors that selective checkpointing keeps. So this counts storages: those that a
     block's forward has made, and the block's input, if they still exist when its backward begins. The block's output

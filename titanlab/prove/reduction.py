@@ -34,9 +34,9 @@ from titanlab.techniques.schedule.published_schema import OneFOneB
 from titanlab.techniques.tracker.trackers_schema import Jsonl
 
 MOST_PROCESSES = 16
-# Larger degrees are folded to this one: an axis with two ranks runs the same code as with many.
+# Larger degrees are reduced to this degree: an axis of two ranks runs the same code as an axis of many.
 _FOLDED = 2
-# Pipelines and tensor parallelism come first: most of what can go wrong needs them, alone or with another axis.
+# Pipelines and tensor parallelism come first: most errors appear only with them, alone or with another axis.
 _ORDER = ("pipeline", "tensor", "context", "shard", "replicate")
 
 
@@ -115,7 +115,7 @@ class Folded:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step: those of the real size, at most two a rank, or as many as the schedule needs."""
+        """Microbatches of a step: as in the real size, at most two a rank; or a number that the schedule allows."""
         ranks, schedule = self.layout.pipeline, self.recipe.schedule
         real: int = self.recipe.microbatches
         if ranks == 1:
@@ -139,7 +139,7 @@ class Folded:
 
     @property
     def layers(self) -> int:
-        """Number of blocks: one for each stage; two for each of at most two stages, so that a stage has several."""
+        """Number of blocks: one for each stage; with one or two stages, two for each, so that a stage has several."""
         ranks, schedule = self.layout.pipeline, self.recipe.schedule
         stages = 1 if ranks == 1 else len(schedule.placement(ranks=ranks))
         if stages > _MOST_LAYERS:
@@ -194,7 +194,7 @@ def common_sizes(group: Sequence[Folded]) -> Sizes:
     parts = [(2, case.layout.tensor, case.recipe.precision.multiple) for case in group]
     chunk = math.lcm(*(case.layout.context * math.lcm(*part) for case, part in zip(group, parts, strict=True)))
     batch = math.lcm(*(case.layout.data * case.microbatches for case in group))
-    # At least four sequences: `Synthetic.gaps` gives four in a row different numbers of valid labels.
+    # At least four sequences: `Synthetic.gaps` gives four consecutive ones different numbers of valid labels.
     batch *= max(1, 4 // batch)
     return Sizes(model=sizes, seq_len=-(-_LEAST_SEQUENCE // chunk) * chunk, global_batch=batch)
 
@@ -285,7 +285,7 @@ def _reduce(case: Folded, sizes: Sizes, *, steps: int, runs: str, inductor: bool
         seq_len=sizes.seq_len,
         global_batch=sizes.global_batch,
         microbatch=microbatch,
-        # If the original has chunks, about three in a microbatch.
+        # If the original computes the loss in chunks, use about three in a microbatch.
         loss_chunk=-(-microbatch * sizes.seq_len // layout.context // 3) if recipe.loss_chunk else 0,
         max_grad_norm=None if recipe.training.max_grad_norm is None else min(recipe.training.max_grad_norm, _NORM),
         validate_every=2 if saves and recipe.training.validate_every else 0,

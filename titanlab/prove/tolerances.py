@@ -44,7 +44,7 @@ def in_fp32(optimizer: OptimizerConfig) -> dict[str, float]:
 
 
 def in_fewer_bits(optimizer: OptimizerConfig, distances: Mapping[str, float]) -> dict[str, float]:
-    """The tolerances in a lower precision; `distances`: how far its one-process run is from fp32."""
+    """The tolerances in a lower precision; `distances`: how far the one-process run in it is from fp32."""
     scalar = max(distances["loss"], distances["grad_norm"], LEAST_SCALAR * distances["gradient"])
     values = {**distances, "loss": scalar, "grad_norm": scalar}
     return {name: max(least, ROUNDINGS * values[name]) for name, least in in_fp32(optimizer).items()}

@@ -104,7 +104,7 @@ def comparison_values(comparison: TraceComparison) -> dict[str, Any]:
 
 # Trace at least two: the first microbatch accumulates gradients, and after the last one they are reduced.
 _MICROBATCHES = 2
-# A limit, because of memory: each process has imported torch and holds a stage's modules.
+# Limits memory: each process has imported torch and holds a stage's modules.
 _MOST_PROCESSES = 8
 
 
@@ -143,7 +143,7 @@ def _trace_rank(recipe: Recipe, rank: int) -> RankAccount:
 
 
 def different_ranks(recipe: Recipe) -> tuple[list[int], tuple[str, ...]]:
-    """The first rank of the world in each pipeline rank, without those that declare the same as an earlier one."""
+    """For each pipeline rank, its first rank in the world, unless an earlier one declares the same; notes on those."""
     layout = recipe.layout
     chosen: dict[str, int] = {}
     same: dict[int, list[int]] = {}

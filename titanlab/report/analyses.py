@@ -71,7 +71,7 @@ def scaling_key(group: RecipeRuns, *, weak: bool) -> tuple[Any, ...]:
 
 
 def scaling_families(compared: Sequence[RecipeRuns], *, weak: bool) -> list[list[dict[str, Any]]]:
-    """For each recipe, its rows of `scaling_frame`, fewest devices first; a row's `group` has the recipe's runs."""
+    """Rows of `scaling_frame` by family (equal `scaling_key`), fewest devices first; `group`: the recipe's runs."""
     families: dict[tuple[Any, ...], list[tuple[RecipeRuns, float]]] = {}
     for group in compared:
         if speed := group.typical("tokens_per_second"):
@@ -237,7 +237,7 @@ def pipelines_frame(path: Path | str) -> DataFrame:
         size, count = recipe.layout.pipeline, recipe.microbatches
         timeline = contract.timeline_of(recipe.schedule, ranks=size, microbatches=count)
         own = {"ranks": size, "stages": len(timeline.placement), "microbatches": count, **_idle(timeline)}
-        # The other columns are those of the run.
+        # The other columns come from the run's row.
         rows.append({**row, **own, "busy_seconds": row["step_seconds"] * (1 - timeline.bubble_share)})
     return pd.DataFrame(rows, columns=list(_PIPELINES))
 
@@ -298,7 +298,7 @@ def largest_differences(differences: DataFrame) -> DataFrame:
 
 
 def ranking_text(runs: DataFrame, by: str = "tps", *, max_memory_gib: float | None = None) -> str:
-    """The output of `titanlab best` for a frame of `sweep_frame`: the answer, the ranked recipes, and its limits.
+    """The output of `titanlab best` for a frame of `sweep_frame`: the answer, its limits, and the ranked recipes.
 
     Each recipe has an interval of 95 %. Each run counts once, and the noise is estimated from the repeats of all
     recipes together. If the gap between the first two may be noise, the answer names no winner.

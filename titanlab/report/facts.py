@@ -84,7 +84,7 @@ class Facts:
 
     @cached_property
     def bands(self) -> Mapping[str, tuple[float, float]]:
-        """The interval of 95 % of a recipe's tokens per second, by its label."""
+        """By a recipe's label, the interval of 95 % around its mean of tokens per second."""
         return {
             entry.label: (entry.low, entry.high)
             for entry in self.speeds.ranked

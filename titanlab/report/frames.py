@@ -19,7 +19,7 @@ METRICS = ("step", "attempt", "time", meter.LOSS, meter.TOKENS_SEEN)
 
 
 def sweep_frame(path: Path | str) -> DataFrame:
-    """One row for each run and each dropped point; docs/comparing.md has the columns.
+    """One row for each run and each dropped point; docs/comparing.md lists the columns.
 
     Whole numbers and booleans are nullable (`Int64`, `boolean`), other numbers are floats; the types never depend on
     the values. The frame comes from files only; no scheduler is asked.
@@ -44,7 +44,7 @@ def sweep_frame(path: Path | str) -> DataFrame:
 
 
 def frame_of(table: Any) -> DataFrame:
-    """The frame of an Arrow table; its types are those of the files of `titanlab collect`."""
+    """The frame of an Arrow table, with the column types that the files of `titanlab collect` have."""
     import pandas as pd
     import pyarrow as pa
 

@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def is_long(self) -> bool:
-        """Whether it needs a wide column."""
+        """Whether the cell needs a wide column."""
         return len(self.text) > _LONG or bool(self.items)
 
 
@@ -266,7 +266,7 @@ def _without_bar(facts: Facts, splits: Sequence[bars.StackedBar]) -> list[str]:
 def _measured(
     facts: Facts, kind: str, columns_of: Callable[[Mapping[str, Any]], Mapping[str, str]]
 ) -> list[bars.StackedBar]:
-    """A bar for each recipe that has logged rows of this kind: the newest row. `columns_of`: part → column."""
+    """A bar for each recipe with logged rows of this kind, from the newest row. `columns_of`: row → {part: column}."""
     splits = []
     for group, _ in facts.shown:
         begun = sorted((row for row in group.rows if row["step"]), key=lambda row: row["outcome"] != "done")

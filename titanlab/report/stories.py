@@ -40,7 +40,7 @@ def _losses(facts: Facts) -> list[str]:
     """
     found = []
     for name, family in scaling_series(facts).items():
-        # Reversed, so that of each size the fastest recipe comes last and stays.
+        # Reversed: the fastest recipe of a size comes last, so the dictionary keeps it.
         groups = {row["world"]: row["group"] for row in reversed(family)}
         found += _losses_of(facts, f"{name.partition(',')[0]} scaling", "devices", "tokens_per_second", groups)
     for members in _by_length(facts).values():
@@ -131,7 +131,7 @@ def _unmeasured(facts: Facts, name: str, family: Sequence[Mapping[str, Any]]) ->
 
 
 def scaling_texts(facts: Facts) -> list[str]:
-    """The efficiency at the largest number of devices in each series: `weak: 91% on 512, of 8`."""
+    """The efficiency on the most devices of each series, relative to the fewest: `weak: 91% on 512, of 8`."""
     series = scaling_series(facts)
     kinds = [name.partition(",")[0] for name in series]
     texts = []
@@ -213,7 +213,7 @@ def _context(facts: Facts) -> list[Section]:
     compared = [group for members in series.values() for group in members]
     if not any(group.typical("tokens_per_second") for group in compared):
         return []
-    # By length, and then as everywhere: the fastest first.
+    # Sort by length; within a length the fastest first, as in the whole report.
     compared.sort(key=lambda group: (group.rows[0]["seq_len"], facts.groups.index(group)))
 
     def panel(column: str, label: str, bands: Mapping[str, tuple[float, float]]) -> growth.GrowthPanel:

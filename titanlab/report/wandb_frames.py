@@ -120,7 +120,7 @@ def _row(run: WandbRun, points: Iterable[str]) -> dict[str, Any]:
     recipe = _recipe_columns(run.config)
     label, _, digits = run.name.rpartition("-")
     has_ended = run.exit_code is not None
-    # wandb copies the last row into the summary. A result has its own median step time, so drop that of the last row.
+    # wandb copies the last row into the summary. A result's STEP_SECONDS is a median: drop the last row's median.
     is_result = has_ended and meter.MEASURED_STEPS in run.summary
     summary = {name: run.summary[name] for name in run.summary if not (is_result and name == meter.STEP_SECONDS_MEDIAN)}
     is_crowded = recipe["accelerator"] == "cpu" and run.cores is not None and recipe["world"] > run.cores

@@ -14,7 +14,7 @@ from titanlab.errors import ConfigError, TitanlabError
 from titanlab.system import import_quietly
 
 _PACKAGE = "wandb_workspaces"
-# Keys of the config and of the rows that runs send: tests/report/test_wandb_workspace.py compares them.
+# Keys of the config and of the rows that runs send to wandb; tests/report/test_wandb_workspace.py compares them.
 LABEL, WORLD = "layout.label", "world"
 RESIDENT = "memory/max_resident(GiB)"
 _WIDTH, _HEIGHT = 24, 8  # of a panel in a report's grid, which is 24 wide

@@ -20,7 +20,7 @@ class GrowthPoint:
     """One recipe; `band` is the interval of 95 % around its value, or None if unknown.
 
     Attributes:
-        value: None: no run of the recipe is done.
+        value: the efficiency, speed or memory; None: no run of the recipe is done.
     """
 
     group: RecipeRuns

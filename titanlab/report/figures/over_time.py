@@ -77,7 +77,7 @@ def thinned(rows: Sequence[dict[Any, Any]], most: int = _MOST_POINTS) -> list[di
 
 EXPERT_COLUMNS = ("experts/counts",)
 MOST_MAPS = 6
-# The colours end at a quarter of and at four times the equal share, which are 2 to the power of -2 and of 2.
+# The scale of colours ends at 1/4 and at 4 times the equal share: 2 to the power of -_END and of _END.
 _END = 2.0
 _LEAST, _MOST = 0.9, 3.4  # inches: height of a map
 _NO_TOKEN = "#000000"
@@ -90,7 +90,7 @@ class ExpertLoad:
     Attributes:
         runs: folders of the runs that have these counts.
         step: the step after which the counts were written.
-        steps: number of steps in the counts.
+        steps: number of steps over which the counts are summed.
         counts: tokens by block and expert.
     """
 

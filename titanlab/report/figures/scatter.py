@@ -167,13 +167,13 @@ def _number(figure: TracedFigure, axis: Axes, points: Sequence[ParetoPoint]) -> 
         style.add_legend(figure, "right upper", handles=handles, labels=labels, handlelength=0.8)
 
 
-# Of each plot: the column of the measurement, the column of the estimate, the title, the unit.
+# For each plot: the column of the measurement, the column of the estimate, the title, the unit.
 PAIRS = (
     ("step_seconds", "estimate.step_seconds", "time of a step", "s"),
     ("memory_gib", "estimate.memory_gib", "memory", "GiB"),
 )
 _BAND = 0.2
-_SPREAD = 8.0  # largest over smallest value from which axes are logarithmic
+_SPREAD = 8.0  # axes are logarithmic if the largest value is more than this many times the smallest
 
 
 def estimate_against_measurement(runs: DataFrame | Sequence[Mapping[str, Any]]) -> TracedFigure:

@@ -1,7 +1,7 @@
 """Colours, sizes and labels of all figures.
 
-The colours of Okabe and Ito (Color Universal Design, 2008) suit all kinds of colour vision. What a colour shows, a
-hatch, a line style, a width or a shape shows too.
+The colours of Okabe and Ito (Color Universal Design, 2008) suit all kinds of colour vision. Whatever a
+colour shows is also shown by a hatch, a line style, a width or a shape.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def set_axis(axis: Axes, title: str = "") -> None:
 
 
 def add_legend(figure: Figure, place: str, **more: Any) -> None:
-    """Put a legend outside the axes, such as `lower left`."""
+    """Put a legend outside the axes, at a place such as `lower left`."""
     figure.legend(**{"loc": f"outside {place}", "fontsize": 8.5, "frameon": False, "labelcolor": INK, **more})
 
 
@@ -107,7 +107,7 @@ def hollow_mark() -> Any:
 
 
 def line_look(place: int, count: int) -> dict[str, Any]:
-    """The look of one of several lines; different widths show lines that cover each other."""
+    """The look of one of several lines; the widths differ, so that lines that cover each other stay visible."""
     return {
         "color": SERIES[place % len(SERIES)],
         "linestyle": LINE_STYLES[place // len(SERIES) % len(LINE_STYLES)],

@@ -44,7 +44,7 @@ _COLOUR = re.compile(r"#[0-9a-f]{6}\b")
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
 _FONT_FAMILY = re.compile(r" ?font-family: [^;]*;?")
 _DECIMALS = re.compile(r"(\d+\.\d{2})\d+")
-_MOST_RUNS = 50  # named in one attribute; the table below the figure has all
+_MOST_RUNS = 50  # run folders named in one attribute; the table below the figure names all
 
 
 def save(figure: TracedFigure, path: Path) -> None:
