@@ -120,7 +120,8 @@ class MemoryBudget(ACConfig):
         """An upper bound of the bytes that a block keeps.
 
         The compiler applies the budget to the bytes between a block's input and the activations that make the block
-        fastest. Autograd keeps more than these without a compiler. The choice of tensors depends on torch's version.
+        fastest; the tensors that it chooses depend on torch's version. The bound uses what autograd keeps without a
+        compiler, which is more than those activations.
         """
         least, most = share.bytes_of([block_input(block)]), share.bytes_of(kept_activations(block))
         return round(least + self.budget * (most - least))
@@ -199,18 +200,18 @@ class SelectiveOp(ACConfig):
     def check(self, setting: Setting) -> None:
         # Operators of other packages may be unknown until the model is imported; `apply` checks those.
         if not set(self.saved) <= set(PAPER):
-            # Imports torch, so only for a list other than the default.
+            # `known_operators` imports torch, so it is called only for a list other than the default.
             self.check_known(self.implementation().known_operators(), all_imported=False)
 
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
-        """Bytes of the block's input and of the chosen results; includes the last product, which no backward needs."""
+        """Bytes of the block's input and of the chosen results, also of the last product, which no backward needs."""
         activations: list[Activation] = [block_input(block)]
         for operator in self._saved_operators(block):
             activations += operator.results
         return share.bytes_of(activations)
 
     def recomputed(self, block: Sequence[Operation], *, number: int) -> tuple[str, ...]:
-        """Names of the operations that run again: those that have no operator whose result is saved."""
+        """Names of the operations that run again: all but those with an operator whose result is saved."""
         saved = {id(operator) for operator in self._saved_operators(block)}
         kept = {operation.name for operation in block if any(id(operator) in saved for operator in operation.operators)}
         return tuple(name for name in needed_again(block) if name not in kept)

@@ -68,10 +68,10 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     # Forget the compilations for an earlier model of this process: torch would try them first, and count them against
     # its limit of compilations of a function.
     torch._dynamo.reset_code(getattr(function, "__func__", function).__code__)
-    # Otherwise torch splits a block's graph under DDP at the ends of DDP's buckets, which are made for the full model,
-    # and refuses checkpointed blocks.
+    # With this optimisation, torch under DDP splits a block's graph where DDP's buckets end, although the buckets are
+    # made for the full model. It also refuses checkpointed blocks.
     torch._dynamo.config.optimize_ddp = False
-    # The router's counts become variables of the graph. Without this, reading a count would break the graph.
+    # The router's counts become variables of the graph. Without this setting, reading a count breaks the graph.
     torch._dynamo.config.capture_scalar_outputs = True
     backend: Any = config.backend
     if config.backend == "inductor" and config.mode != "default":
@@ -155,7 +155,7 @@ def put_states_before_objects() -> None:
     @functools.wraps(original)
     def functionalize(joint: Any, forward: Any, backward: Any, sizes: int) -> Any:
         objects = sum(map(is_object, forward.graph.output_node().all_input_nodes))
-        # Outputs end with objects, then sizes; torch uses this argument only as the place at which to insert states.
+        # The last outputs are objects, then sizes. torch uses the number of sizes only to find where to insert states.
         forward, backward = original(joint, forward, backward, sizes + objects)
         inputs = list(backward.graph.find_nodes(op="placeholder"))
         first = next((node for node in inputs if is_object(node)), None)
@@ -216,7 +216,7 @@ class Budgeted:
     budget: float
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        # Private in torch 2.11 to 2.13: returns a backend by name, also a backend of another package.
+        # `lookup_backend` is private in torch 2.11 to 2.13. It also finds the backends of other packages.
         from torch._dynamo import lookup_backend
         from torch._functorch import config as functorch_config
 
@@ -228,7 +228,7 @@ class Budgeted:
             return lookup_backend(self.name)(graph, inputs, **patches)
 
 
-# torch and torchao compile, for example, an optimizer's update once for each shape of a parameter: no surprise.
+# Packages that may compile a function several times in a first step: an optimizer's update for each parameter's shape.
 _OWN = {"torch", "torchao"}
 
 SECONDS = "compile/seconds"

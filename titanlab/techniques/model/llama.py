@@ -35,7 +35,7 @@ class LlamaModel(LanguageModel):
 
     With tied embeddings `output` has no weight: it gets the embedding's weight as an argument. So there is one
     parameter with one name, whatever changes the module (meta, `to_empty`, sharding, state dicts). The embedding's
-    weight must be gathered when `output` runs: under FSDP it belongs to the root's group and has none of its own.
+    weight must be gathered when `output` runs: FSDP gathers this weight with the root module, not separately.
     """
 
     rope: Tensor

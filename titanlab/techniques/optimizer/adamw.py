@@ -1,7 +1,7 @@
 """optimizer=adamw, adamw_8bit, adamw_4bit and adamw_fp8: torch's fused AdamW, or torchao's arithmetic.
 
-torchao's optimizer class is not used, because its blocks cover the flattened shard of a rank. Here each block lies in
-one row, so that its scale does not depend on the layout; codes and scales are sharded like their parameter.
+torchao's optimizer class is not used: it cuts the flattened shard of a rank into blocks, which share a scale. Here each
+block lies in one row, so its scale does not depend on the layout; codes and scales are sharded like their parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
 @dataclass(frozen=True)
 class Format:
-    """The storage format of an average.
+    """The storage format of an average of gradients or of squared gradients.
 
     Attributes:
         per_code: number of elements in one code.

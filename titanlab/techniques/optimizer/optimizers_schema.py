@@ -94,7 +94,7 @@ _REDUCED_BLOCK = 16
 
 
 def packs(shape: Sequence[int], *, block_size: int, cuts_of_rows: int) -> bool:
-    """Whether a parameter's averages are stored in few bits: each rank's part of a row consists of complete blocks."""
+    """Whether averages are stored in few bits: if the matrix is large and each rank's part of a row is whole blocks."""
     if len(shape) < 2 or math.prod(shape) < SMALLEST:
         return False
     return shape[-1] % (block_size * cuts_of_rows) == 0
