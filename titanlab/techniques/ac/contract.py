@@ -54,10 +54,10 @@ class ACConfig(OptionConfig, Protocol):
         return self.kind
 
     def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
-        """This policy for the small copy, of two or more blocks, that proofs and rehearsals train; by default this one.
+        """This policy for the small copy (two or more blocks) that proofs and rehearsals train; by default unchanged.
 
         Args:
-            note: is called with each difference, in one line.
+            note: called with one line for each difference.
         """
         return self
 

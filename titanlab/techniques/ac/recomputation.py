@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.ac.recomputation_schema import MATMULS, SAME, SelectiveOp
 
-# Attributes of a recomputed block. With torch.compile their values may differ between blocks, but not their names.
+# Names of attributes of recomputed blocks: torch.compile allows different values in different blocks, but not names.
 _CONTEXTS = "checkpoint_contexts"
 _FORWARD = "forward_once"
 

@@ -120,8 +120,7 @@ class MemoryBudget(ACConfig):
         """An upper bound of the bytes that a block keeps.
 
         The compiler applies the budget to the bytes between a block's input and the activations that make the block
-        fastest; the tensors that it chooses depend on torch's version. The bound uses what autograd keeps without a
-        compiler, which is more than those activations.
+        fastest; its choice depends on torch's version. The bound uses what autograd keeps without a compiler: more.
         """
         least, most = share.bytes_of([block_input(block)]), share.bytes_of(kept_activations(block))
         return round(least + self.budget * (most - least))
@@ -151,8 +150,8 @@ MATMULS = (
 )
 # Operators that titanlab's models and parallelism register when they are imported.
 OWN = (CONTEXT_ATTENTION, GROUPED_PRODUCT, EXCHANGE)
-# Operator → the operator that it replaces, under whose name its result is saved. Tiles replace torch's kernel for short
-# sequences; FlexAttention replaces it for attention within documents.
+# Operator → torch's kernel that it replaces. If `saved` names the kernel, this operator's results are saved as well.
+# Tiles replace the kernel for short sequences, FlexAttention for attention within documents.
 SAME = {
     "titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flex_attention": "aten._scaled_dot_product_flash_attention.default",

@@ -193,7 +193,7 @@ class GraphMemory:
         return result.clone() if self._records else result
 
     def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy gradients, after the first of several microbatches: those of the later ones are added to them."""
+        """Copy the gradients of the first of several microbatches: later microbatches add theirs to the copies."""
         if self._records:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -296,7 +296,7 @@ class Watch:
         return seconds
 
     def _new(self) -> list[Any]:
-        """Torch's records since the last call; none until torch's compiler is imported."""
+        """Torch's records of compilations since the last call; none until torch's compiler is imported."""
         if "torch._dynamo.utils" not in sys.modules:
             return []
         from torch._dynamo import utils
@@ -319,7 +319,7 @@ def _union(spans: Iterable[tuple[int | None, int | None]]) -> int:
 
 
 def _short(reason: str) -> str:
-    """The first line of torch's reason, without the number of the compilation that did not fit."""
+    """The first line of torch's reason, without its prefix: the number of the earlier compilation that did not fit."""
     line = reason.strip().partition("\n")[0]
     number, colon, rest = line.partition(": ")
     return (rest if colon and "/" in number else line).strip()

@@ -396,8 +396,7 @@ def tiled_attention_backward(
     totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
     triangle = _triangle(q, rows)
     for sequences, begins in _sequences(q, starts):
-        # A document's last tile has all keys of the document. It runs first and sets the keys' gradients; the other
-        # tiles add to these gradients.
+        # A document's last tile has all the document's keys. It runs first, and sets the gradients to which others add.
         for tile in reversed(list(tiles(begins, rows))):
             own, keys = tile.slices(sequences)
             inputs = (grad[own], q[own], k[keys], v[keys], out[own], lse[own])

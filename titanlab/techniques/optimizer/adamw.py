@@ -180,7 +180,7 @@ def format_of(kind: str, block_size: int, device: torch.device) -> Format:
     packed = getattr(import_quietly(f"torchao.optim.{module}"), name)
     if kind == "adamw_fp8":
         return Format(torch.float8_e4m3fn, 1, lambda codes, scale, shape, *, signed: packed(codes, scale))
-    # The value of every code; signed and unsigned averages have different tables.
+    # Tables with the value of every code, one for averages with a sign (True) and one for those without (False).
     tables = {signed: packed.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
 
     def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:

@@ -96,7 +96,7 @@ class OptimizerConfig(OptionConfig, Protocol):
     """Config of an optimizer; `Scheduled` has the fields that all share.
 
     Attributes:
-        schedule: of the learning rate, as a share of the peak.
+        schedule: schedule of the learning rate, as a share of the peak.
         tolerances: relative tolerances of `parameter`, `loss` and `grad_norm` after a few steps in fp32 proofs, if the
             optimizer rounds more than the gradients do.
     """

@@ -89,7 +89,7 @@ SMALLEST = 4096
 # Suffixes of the names of an average's two tensors, in the optimizer's state and in checkpoints.
 CODES, SCALE = "_codes", "_scale"
 _SCALE_BYTES = 4
-# The block size in proofs: the small model that they train has rows shorter than a usual block.
+# The block size in proofs: in the small model that proofs train, rows are shorter than a usual block.
 _REDUCED_BLOCK = 16
 
 

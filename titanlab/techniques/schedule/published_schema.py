@@ -152,7 +152,7 @@ class Interleaved1F1B(_Interleaved):
 
     kind: str = "interleaved_1f1b"
     splits: ClassVar[bool | None] = False
-    # For each rank, the activation takes a forward pass on its way down, the gradient a backward pass on its way back.
+    # Each rank after this one delays the first gradient by two turns: the activation passes it, then the gradient does.
     _lead_per_rank: ClassVar[int] = 2
     _backward: ClassVar[tuple[tuple[Kind, int], ...]] = ((B, 0),)
 

@@ -66,7 +66,7 @@ def records_in(folder: Path) -> dict[str, Record]:
 
 def write_record(path: Path, record: Record) -> None:
     """Replace a record; if the disk is full or absent, the record stays as it is."""
-    # An error of a tracker never stops the run. A row that no record has counts as missing.
+    # An error of a tracker never stops the run. Rows that no record counts are taken as missing.
     with contextlib.suppress(OSError):
         write_json(path, {"schema": RECORD_SCHEMA, **asdict(replace(record, updated=time.time()))})
 
