@@ -221,7 +221,7 @@ class Budgeted:
         from torch._functorch import config as functorch_config
 
         patches = {"config_patches": dict(self.options)} if self.options else {}
-        # The mesh of tensor parallelism is an input too; torch 2.13 cannot compute its size, which is zero.
+        # The mesh of tensor parallelism is an input of the graph; torch 2.13 cannot compute its size, which is zero.
         known = hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size")
         objects: dict[str, Any] = {"unsafe_treat_script_objects_as_zero_size": True} if known else {}
         with functorch_config.patch(activation_memory_budget=self.budget, **objects):

@@ -34,7 +34,7 @@ FLASH3_PACKAGE = "flash_attn_interface"
 """The module that the package of FlashAttention 3 installs, which torch imports."""
 FLASH3_CURE = "install FlashAttention 3 (its folder `hopper`), or try auto"
 _NAME = "FA3"
-# None if this torch lacks the function (2.11 may): FlashAttention 3 then cannot be used.
+# Each is None if this torch lacks the function (2.11 may): FlashAttention 3 then cannot be used.
 _activate = getattr(attention, "activate_flash_attention_impl", None)
 _known = getattr(attention, "list_flash_attention_impls", None)
 _current = getattr(attention, "current_flash_attention_impl", None)

@@ -265,7 +265,7 @@ class Qwen3MoeFamily(Qwen3Family):
     compared: ClassVar[Sequence[str]] = ("head_dim", "experts", "active_experts")
     unsupported: ClassVar[Mapping[str, Any]] = {
         **_UNSUPPORTED_BY_QWEN3,
-        # Not supported: blocks without experts, experts that see every token, weights not divided by their sum.
+        # Blocks without experts, experts that see every token, and weights not divided by their sum are not supported.
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "shared_expert_intermediate_size": 0,

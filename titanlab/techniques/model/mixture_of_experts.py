@@ -366,7 +366,7 @@ class WeightedSum(torch.autograd.Function):
         active = weights.shape[1]
         own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
         of_rows = gradient.index_select(0, order // active) * own
-        # In float32, because the router computes in float32.
+        # Compute this gradient in float32, because the router computes in float32.
         of_weights = (_by_token(rows, inverse, active).float() * gradient.unsqueeze(1)).sum(-1)
         return of_rows, of_weights, None, None
 

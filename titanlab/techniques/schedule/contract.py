@@ -19,7 +19,7 @@ class PipelineSchedule(OptionConfig, Protocol):
     `actions`.
     """
 
-    # Whether gradients of weights are computed after those of inputs: always (True), never (False); None: see `actions`.
+    # Whether gradients of weights are computed after those of inputs: True: always; False: never; None: see `actions`.
     splits: ClassVar[bool | None] = None
 
     def alternatives(self) -> Sequence[PipelineSchedule]:

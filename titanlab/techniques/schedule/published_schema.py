@@ -74,7 +74,7 @@ def _dualpipe_v_of_rank(rank: int, *, ranks: int, microbatches: int) -> list[Act
     for _ in range(after):
         order.add(up, B, F)
         order.add(down, B)
-    # Cool-down: from the middle on, gradients of inputs first; those of weights fill idle time.
+    # Cool-down: from the middle on, gradients of inputs first; gradients of weights fill idle time.
     for step in range(2 * (rank + 1)):
         stage = down if step % 2 else up
         if step > rank:
@@ -277,7 +277,7 @@ def _zbv_of_rank(rank: int, *, ranks: int, microbatches: int) -> ActionList:
             order.add(down, F)
         order.add(down, I, W)
         order.add(up, F, I, W)
-    # Cool-down: gradients of inputs first; those of weights fill idle time.
+    # Cool-down: gradients of inputs first; gradients of weights fill idle time.
     for _ in range(rank):
         order.add(down, I)
         order.add(up, I)

@@ -89,11 +89,11 @@ def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
     beyond = [min(pieces, max(begin + 2, bisect_right(sums, sums[begin] + width) + 1)) for begin in range(pieces)]
     # By piece: the squared cost of a stage that begins there, for each end. They are lists, so that loops run in C.
     squares = [[square(begin, end) for end in range(begin + 1, beyond[begin])] for begin in range(pieces)]
-    # By stage: the last piece with which it can begin if no stage before it is too large.
+    # By stage: the last piece with which the stage can begin if no earlier stage is too large.
     last = [0]
     for _ in range(stages - 1):
         last.append(beyond[last[-1]] - 1)
-    # By piece: the least sum of the stages after the current one if they begin at this piece.
+    # By piece: the least sum of squared costs of the stages after the current one, if they begin at this piece.
     least = [square(begin, pieces) for begin in range(pieces)] + [math.inf]
     ends: list[list[int]] = []
     for stage in reversed(range(stages - 1)):
@@ -118,7 +118,7 @@ def _least_width(sums: Sequence[float], stages: int) -> float:
         sums: cost of the first n pieces together, for each n from none to all.
     """
     pieces = len(sums) - 1
-    # The largest stage consists of neighbouring pieces, so its cost is one of these.
+    # `widths`: the costs of all runs of neighbouring pieces. A stage is such a run, so its cost is one of them.
     widths = sorted({sums[end] - sums[begin] for begin in range(pieces) for end in range(begin + 1, pieces + 1)})
     return widths[bisect_left(widths, True, key=lambda width: _fits(sums, stages, width * (1 + ROUNDING)))]
 

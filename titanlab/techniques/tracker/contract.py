@@ -15,7 +15,7 @@ from titanlab.system import parse_json, read_text, write_json
 
 RECORD_SCHEMA = 1
 RECORD_FILE = "tracker.json"
-# With several trackers, each has its own record, tracker-KIND.json.
+# In a run with several trackers, each tracker has its own record, tracker-KIND.json.
 _RECORD_FILES = "tracker*.json"
 # Folder in a run's folder for the tracker files that a rebuild has replaced.
 REPLACED = "replaced"
