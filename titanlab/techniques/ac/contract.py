@@ -23,7 +23,7 @@ class ACConfig(OptionConfig, Protocol):
         return False
 
     def treatment(self, number: int) -> object:
-        """A value that is equal for blocks that the other methods treat equally.
+        """A key of block `number`: blocks with equal keys get equal results from all other methods.
 
         Override this method if another method depends on the block's number in a way that `recomputes` does not show.
         """
@@ -37,7 +37,7 @@ class ACConfig(OptionConfig, Protocol):
         """Names of the operations of block `number` that run again in the backward pass.
 
         torch stops a recomputation once it has the inputs of the last operation that keeps inputs
-        (`torch.utils.checkpoint`, early stop), so that operation and those after it do not run again.
+        (`torch.utils.checkpoint`, early stop). Therefore neither this last operation nor a later one runs again.
         """
         return needed_again(block) if self.recomputes(number) else ()
 
@@ -54,10 +54,10 @@ class ACConfig(OptionConfig, Protocol):
         return self.kind
 
     def reduced(self, *, note: Callable[[str], None]) -> ACConfig:
-        """This policy for the small copy, of two or more blocks, that proofs and rehearsals train; by default this one.
+        """This policy for the small copy (two or more blocks) that proofs and rehearsals train; by default unchanged.
 
         Args:
-            note: is called with each difference, in one line.
+            note: called with one line for each difference.
         """
         return self
 
@@ -69,7 +69,7 @@ class ACConfig(OptionConfig, Protocol):
 
 
 def needed_again(block: Sequence[Operation]) -> tuple[str, ...]:
-    """Names of the operations of a block that run before the last one that keeps inputs."""
+    """Names of a block's operations that run before the last operation that keeps inputs."""
     last = max((place for place, operation in enumerate(block) if operation.keeps), default=0)
     return tuple(operation.name for operation in block[:last])
 

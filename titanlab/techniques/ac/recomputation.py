@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titanlab.techniques.ac.contract import ACConfig
 from titanlab.techniques.ac.recomputation_schema import MATMULS, SAME, SelectiveOp
 
-# Attributes of a recomputed block. With torch.compile their values may differ between blocks, but not their names.
+# Names of attributes of recomputed blocks: torch.compile allows different values in different blocks, but not names.
 _CONTEXTS = "checkpoint_contexts"
 _FORWARD = "forward_once"
 
@@ -75,7 +75,7 @@ def _once(block: nn.Module) -> Callable[..., Any]:
         forward: Callable[..., Any] = getattr(block, _FORWARD)
         return forward
 
-    # The function of the class, not a bound method, so that compilers see the same function for all blocks.
+    # Call the function of the class, not a bound method: compilers then see the same function for all blocks.
     def once(*inputs: Any, **named: Any) -> Any:
         return type(block).forward(block, *inputs, **named)
 
@@ -89,9 +89,9 @@ class SelectedOperators:
         self._config = config
 
     def apply(self, blocks: Mapping[int, nn.Module]) -> None:
-        # By now the model has been imported, and with it the operators of its package.
+        # By now the model has been imported, so the operators of its package are registered.
         self._config.check_known(self.known_operators(), all_imported=True)
-        # Compilers compare the partial's arguments; they are plain values, so that all blocks share one compilation.
+        # The partial's arguments are plain values. Compilers compare them, so that all blocks share one compilation.
         contexts = functools.partial(_contexts, tuple(self._config.saved), self._config.every_other_matmul)
         for block in blocks.values():
             checkpoint_block(block, contexts)
@@ -99,14 +99,14 @@ class SelectedOperators:
     @staticmethod
     def known_operators() -> frozenset[str]:
         """Names of all operators that are registered in this process, as torch prints them."""
-        # Private in torch 2.11 to 2.13; no public function lists operators that have not been used yet.
+        # This function is private in torch 2.11 to 2.13; no public one lists operators that have not been used yet.
         names = (name.partition(".") for name in torch._C._dispatch_get_all_op_names())
         # `aten::max.dim` → `aten.max.dim`, `aten::mm` → `aten.mm.default`.
         return frozenset(f"{name.replace('::', '.')}.{overload or 'default'}" for name, _, overload in names)
 
 
 def _contexts(saved: tuple[str, ...], every_other: bool) -> tuple[Any, Any]:  # noqa: FBT001 (by a partial)
-    # Products are counted separately in the forward and in its recomputation.
+    # Number of matrix products so far: in the forward pass (False), and in its recomputation (True).
     count = {False: 0, True: 0}
 
     def policy(context: Any, operator: Any, *inputs: Any, **named: Any) -> CheckpointPolicy:

@@ -120,7 +120,7 @@ class MemoryBudget(ACConfig):
         """An upper bound of the bytes that a block keeps.
 
         The compiler applies the budget to the bytes between a block's input and the activations that make the block
-        fastest. Autograd keeps more than these without a compiler. The choice of tensors depends on torch's version.
+        fastest; its choice depends on torch's version. The bound uses what autograd keeps without a compiler: more.
         """
         least, most = share.bytes_of([block_input(block)]), share.bytes_of(kept_activations(block))
         return round(least + self.budget * (most - least))
@@ -150,8 +150,8 @@ MATMULS = (
 )
 # Operators that titanlab's models and parallelism register when they are imported.
 OWN = (CONTEXT_ATTENTION, GROUPED_PRODUCT, EXCHANGE)
-# Operator → the operator that it replaces, under whose name its result is saved. Tiles replace torch's kernel for short
-# sequences; FlexAttention replaces it for attention within documents.
+# Operator → torch's kernel that it replaces. If `saved` names the kernel, this operator's results are saved as well.
+# Tiles replace the kernel for short sequences, FlexAttention for attention within documents.
 SAME = {
     "titanlab.tiled_attention.default": "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "flex_attention": "aten._scaled_dot_product_flash_attention.default",
@@ -199,18 +199,18 @@ class SelectiveOp(ACConfig):
     def check(self, setting: Setting) -> None:
         # Operators of other packages may be unknown until the model is imported; `apply` checks those.
         if not set(self.saved) <= set(PAPER):
-            # Imports torch, so only for a list other than the default.
+            # `known_operators` imports torch, so it is called only for a list other than the default.
             self.check_known(self.implementation().known_operators(), all_imported=False)
 
     def saved_bytes(self, block: Sequence[Operation], share: Share, *, number: int) -> int:
-        """Bytes of the block's input and of the chosen results; includes the last product, which no backward needs."""
+        """Bytes of the block's input and of the chosen results, also of the last product, which no backward needs."""
         activations: list[Activation] = [block_input(block)]
         for operator in self._saved_operators(block):
             activations += operator.results
         return share.bytes_of(activations)
 
     def recomputed(self, block: Sequence[Operation], *, number: int) -> tuple[str, ...]:
-        """Names of the operations that run again: those that have no operator whose result is saved."""
+        """Names of the operations that run again: all but those with an operator whose result is saved."""
         saved = {id(operator) for operator in self._saved_operators(block)}
         kept = {operation.name for operation in block if any(id(operator) in saved for operator in operation.operators)}
         return tuple(name for name in needed_again(block) if name not in kept)

@@ -1,7 +1,7 @@
 """Inductor's cache, and the folder in which the ranks of an attempt on one host compile.
 
-In torch 2.11 to 2.13 the compiler writes files under their final names (`CppBuilder.build`): a killed compiler leaves a
-part of a file, which later processes load. When torch writes under another name and renames, compile in the cache.
+In torch 2.11 to 2.13 the compiler writes files under their final names (`CppBuilder.build`). A killed compiler leaves a
+part of a file, which later processes load: so no attempt compiles in the cache. Change this once torch renames files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # put code into this user's libraries.
 ENVIRONMENT = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 ATTEMPTS = "attempts"
-# Locks belong to one attempt. Triton's records hold absolute paths, and inductor's graphs contain the kernels anyway.
+# Not linked: locks belong to one attempt. Triton's records hold absolute paths; inductor's graphs have the kernels too.
 _NOT_LINKED = (ATTEMPTS, "locks", "triton")
 
 
@@ -100,7 +100,7 @@ def attempt_folder(cache: Path, name: str) -> Iterator[Path]:
 def publish(folder: Path) -> None:
     """Add an attempt's new files to the cache. No rank of the attempt may be compiling.
 
-    Each file appears in the cache at once and complete, also after a power cut.
+    A file in the cache is always complete, also after a power cut.
     """
     _link_files(folder, folder.parent.parent, sync=True)
 
@@ -125,7 +125,7 @@ def _link_files(source: Path, target: Path, *, sync: bool = False) -> None:
 
 
 def _remove_if_unused(lock: Path) -> None:
-    """Remove the folder of an attempt unless one of its ranks is alive. Called by one process at a time."""
+    """Remove the folder of an attempt unless one of its ranks is alive. Only one process at a time may call this."""
     with lock.open("a") as file, contextlib.suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(lock.with_suffix(""), ignore_errors=True)

@@ -68,10 +68,10 @@ def _compiled(function: Any, config: Compile, options: dict[str, Any], memory_bu
     # Forget the compilations for an earlier model of this process: torch would try them first, and count them against
     # its limit of compilations of a function.
     torch._dynamo.reset_code(getattr(function, "__func__", function).__code__)
-    # Otherwise torch splits a block's graph under DDP at the ends of DDP's buckets, which are made for the full model,
-    # and refuses checkpointed blocks.
+    # With this optimisation, torch under DDP splits a block's graph where DDP's buckets end, although the buckets are
+    # made for the full model. It also refuses checkpointed blocks.
     torch._dynamo.config.optimize_ddp = False
-    # The router's counts become variables of the graph. Without this, reading a count would break the graph.
+    # The router's counts become variables of the graph. Without this setting, reading a count breaks the graph.
     torch._dynamo.config.capture_scalar_outputs = True
     backend: Any = config.backend
     if config.backend == "inductor" and config.mode != "default":
@@ -155,7 +155,7 @@ def put_states_before_objects() -> None:
     @functools.wraps(original)
     def functionalize(joint: Any, forward: Any, backward: Any, sizes: int) -> Any:
         objects = sum(map(is_object, forward.graph.output_node().all_input_nodes))
-        # Outputs end with objects, then sizes; torch uses this argument only as the place at which to insert states.
+        # The last outputs are objects, then sizes. torch uses the number of sizes only to find where to insert states.
         forward, backward = original(joint, forward, backward, sizes + objects)
         inputs = list(backward.graph.find_nodes(op="placeholder"))
         first = next((node for node in inputs if is_object(node)), None)
@@ -193,7 +193,7 @@ class GraphMemory:
         return result.clone() if self._records else result
 
     def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy gradients, after the first of several microbatches: those of the later ones are added to them."""
+        """Copy the gradients of the first of several microbatches: later microbatches add theirs to the copies."""
         if self._records:
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -216,19 +216,19 @@ class Budgeted:
     budget: float
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        # Private in torch 2.11 to 2.13: returns a backend by name, also a backend of another package.
+        # `lookup_backend` is private in torch 2.11 to 2.13. It also finds the backends of other packages.
         from torch._dynamo import lookup_backend
         from torch._functorch import config as functorch_config
 
         patches = {"config_patches": dict(self.options)} if self.options else {}
-        # The mesh of tensor parallelism is an input too; torch 2.13 cannot compute its size, which is zero.
+        # The mesh of tensor parallelism is an input of the graph; torch 2.13 cannot compute its size, which is zero.
         known = hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size")
         objects: dict[str, Any] = {"unsafe_treat_script_objects_as_zero_size": True} if known else {}
         with functorch_config.patch(activation_memory_budget=self.budget, **objects):
             return lookup_backend(self.name)(graph, inputs, **patches)
 
 
-# torch and torchao compile, for example, an optimizer's update once for each shape of a parameter: no surprise.
+# Packages that may compile a function several times in a first step: an optimizer's update for each parameter's shape.
 _OWN = {"torch", "torchao"}
 
 SECONDS = "compile/seconds"
@@ -296,7 +296,7 @@ class Watch:
         return seconds
 
     def _new(self) -> list[Any]:
-        """Torch's records since the last call; none until torch's compiler is imported."""
+        """Torch's records of compilations since the last call; none until torch's compiler is imported."""
         if "torch._dynamo.utils" not in sys.modules:
             return []
         from torch._dynamo import utils
@@ -319,7 +319,7 @@ def _union(spans: Iterable[tuple[int | None, int | None]]) -> int:
 
 
 def _short(reason: str) -> str:
-    """The first line of torch's reason, without the number of the compilation that did not fit."""
+    """The first line of torch's reason, without its prefix: the number of the earlier compilation that did not fit."""
     line = reason.strip().partition("\n")[0]
     number, colon, rest = line.partition(": ")
     return (rest if colon and "/" in number else line).strip()

@@ -107,7 +107,7 @@ def _check_recording(setting: Setting, key: str, value: str, cure: str) -> None:
 
 
 def _check_tools(setting: Setting) -> None:
-    """Check that inductor has a C++ compiler for a CPU.
+    """Check that a C++ compiler is installed, which inductor needs for a CPU.
 
     The tools for a GPU come with torch; they are not checked, because a recipe may be checked on another machine.
     """

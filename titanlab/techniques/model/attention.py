@@ -1,13 +1,13 @@
 """Causal attention with the kernel that a model's config names, also within the documents of packed sequences.
 
 A packed sequence holds several documents; a query attends to the keys from its document's first token up to itself.
-`starts` [batch, seq] int64 has for each token the place in the sequence of the first token of its document.
+`starts` [batch, seq] int64 says for each token where its document begins, as a position in the sequence.
 
 On a CPU each sequence (or document) is cut into tiles of queries. A tile computes scores only with the keys up to the
 tile's end; several short documents share one tile. torch's CPU kernel skips masked keys only in blocks of 512, so that
 it computes nearly the whole square of a short sequence's scores. One operator with its own backward calls this kernel
-for each tile: activation checkpointing, compilers and counters of FLOPs see one attention, which saves what torch's
-saves. FLOPs are counted for the whole square, as usual.
+for each tile. So activation checkpointing, compilers and counters of FLOPs see one operator of attention, and it saves
+the same tensors as torch's. FLOPs are counted for the whole square, as usual.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLASH3_PACKAGE = "flash_attn_interface"
 """The module that the package of FlashAttention 3 installs, which torch imports."""
 FLASH3_CURE = "install FlashAttention 3 (its folder `hopper`), or try auto"
 _NAME = "FA3"
-# None if this torch lacks the function (2.11 may): FlashAttention 3 then cannot be used.
+# Each is None if this torch lacks the function (2.11 may): FlashAttention 3 then cannot be used.
 _activate = getattr(attention, "activate_flash_attention_impl", None)
 _known = getattr(attention, "list_flash_attention_impls", None)
 _current = getattr(attention, "current_flash_attention_impl", None)
@@ -217,7 +217,7 @@ def by_token(tensor: Tensor) -> Tensor:
 
 
 class _Measured(NamedTuple):
-    """The order in which to try kernels for some inputs; plain values, so that torch.compile can trace it."""
+    """The order in which to try kernels for some inputs. It has plain values, so that torch.compile can trace it."""
 
     backends: tuple[SDPBackend, ...]
     dtype: torch.dtype | None
@@ -245,8 +245,8 @@ class Packed:
     """The documents of a batch's sequences.
 
     Attributes:
-        positions: place of each token in its document, [batch, seq] int64.
-        starts: the place of the first token of each token's document in the sequence, [batch, seq] int64.
+        positions: position of each token in its document, [batch, seq] int64.
+        starts: for each token, where its document begins, as a position in the sequence, [batch, seq] int64.
         stays_on_host: whether `starts` stays on the CPU whatever the model's device; context parallelism needs that.
     """
 
@@ -340,8 +340,8 @@ def _compiled_flex() -> Any:
 
 
 # The shortest and longest sequence for which tiles are faster than torch's kernel: for heads of width 32, 64 and 128,
-# shared or not, by benchmarks/attention_tiles.py (benchmarks/results/attention_tiles.json). Tiles compute in float32,
-# which helps short bfloat16 sequences: torch's bfloat16 kernel packs all keys again for every few queries.
+# shared or not. benchmarks/attention_tiles.py measured them (benchmarks/results/attention_tiles.json). Tiles compute in
+# float32. This helps short bfloat16 sequences: torch's bfloat16 kernel packs all keys again for every few queries.
 _LENGTHS = {torch.float32: (128, 1024), torch.bfloat16: (128, 767)}
 _WIDEST_HEAD = 128
 # Queries of a tile: for documents of any length, 64 was the fastest of 32 to 256 (benchmarks/document_masks.py).
@@ -362,8 +362,8 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, rows
 
     Args:
         q: [batch, heads, seq, head_dim]; k and v have kv_heads, which divide the heads.
-        starts: [batch, seq] int64, the place of the first token of each token's document: a query attends to no key
-            before that place; None: each sequence is one document.
+        starts: [batch, seq] int64, for each token where its document begins: a query attends to no earlier key.
+            None: each sequence is one document.
         rows: the most queries in a tile.
 
     Returns:
@@ -396,7 +396,7 @@ def tiled_attention_backward(
     totals = [result_like(k), result_like(v)] if k.dtype != dk.dtype else [dk, dv]
     triangle = _triangle(q, rows)
     for sequences, begins in _sequences(q, starts):
-        # A document's last tile meets all its keys. It runs first and sets their gradients; the others add to them.
+        # A document's last tile has all the document's keys. It runs first, and sets the gradients to which others add.
         for tile in reversed(list(tiles(begins, rows))):
             own, keys = tile.slices(sequences)
             inputs = (grad[own], q[own], k[keys], v[keys], out[own], lse[own])
@@ -447,10 +447,10 @@ tiled_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 class Tile(NamedTuple):
-    """The queries of one call of torch's kernel: from `start` to `end`; they meet keys from `first` to `end`.
+    """One call of torch's kernel: queries from `start` to `end` attend to keys from `first` to `end`.
 
     shared: the queries are those of several documents, all of which begin in the tile
-    last: no later tile meets these keys
+    last: no later tile has these keys
     """
 
     first: int
@@ -488,7 +488,7 @@ def tiles(starts: list[int], rows: int) -> Iterator[Tile]:
 
 
 def _sequences(q: Tensor, starts: Tensor | None) -> list[tuple[slice, list[int]]]:
-    """Pairs (sequences, where each token's document begins): one per sequence; one for all without documents."""
+    """Pairs (sequences, where each token's document begins): one per sequence, or one for all if `starts` is None."""
     if starts is None:
         return [(slice(None), [0] * q.shape[2])]
     return [(slice(row, row + 1), begins) for row, begins in enumerate(starts.tolist())]

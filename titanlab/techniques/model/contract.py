@@ -24,8 +24,8 @@ class Foreign:
 
     Attributes:
         name: the parameter's name in that library.
-        head: width w of a head if its rows have another order there: rotary pairs are (0, w/2), (1, w/2 + 1), … there
-            and (0, 1), (2, 3), … here. 0: the order is the same.
+        head: width w of a head if that library orders the rows of a head differently: there, rotary pairs are rows
+            (0, w/2), (1, w/2 + 1), …; in titanlab they are rows (0, 1), (2, 3), …. 0: the order is the same.
         stack: names of that library's tensors, if the parameter here is a stack of several tensors along a new first
             dim; `name` then only appears in messages. Empty: the parameter is one tensor there.
     """

@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 class LanguageModel(nn.Module):
     """`forward(tokens, positions)`: ids [batch, seq], positions [seq] → logits [batch, seq, vocab].
 
-    Positions are 0, 1, … by default. A model that masks documents also gets positions [batch, seq] and, as its third
-    argument, `starts`: the place [batch, seq] of the first token of each token's document, a tensor or `HostStarts`;
+    Positions are 0, 1, … by default. A model that masks documents gets positions [batch, seq] and a third argument
+    `starts` [batch, seq], a tensor or `HostStarts`: for each token, where its document begins in the sequence.
     `titanlab.techniques.model.attention.prepared` converts `starts` for the kernel. In a pipeline stage the `pieces` of
     other stages are None or removed from `layers`; stages send each other hidden states [batch, seq, dim].
 

@@ -35,7 +35,7 @@ class LlamaModel(LanguageModel):
 
     With tied embeddings `output` has no weight: it gets the embedding's weight as an argument. So there is one
     parameter with one name, whatever changes the module (meta, `to_empty`, sharding, state dicts). The embedding's
-    weight must be gathered when `output` runs: under FSDP it belongs to the root's group and has none of its own.
+    weight must be gathered when `output` runs: FSDP gathers this weight with the root module, not separately.
     """
 
     rope: Tensor
@@ -192,7 +192,7 @@ def rope_table(config: llama_schema.Llama, *, seq_len: int) -> Tensor:
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequencies = config.rope_theta**-exponents
-    # A frequency that turns often within the original context is kept; a slow one is divided by the factor.
+    # Keep frequencies that turn often within the original context, divide slow ones by the factor, blend in between.
     turns = config.rope_original_context * frequencies / (2 * math.pi)
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)

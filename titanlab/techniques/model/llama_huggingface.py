@@ -72,7 +72,7 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
     architectures: Sequence[str] = ("LlamaForCausalLM",)
     model_type: ClassVar[str] = "llama"
     unsupported: ClassVar[Mapping[str, Any]] = UNSUPPORTED
-    # An expert's matrix: titanlab's name → transformers' name. expert_module: the module with the experts there.
+    # For an expert's matrix: titanlab's name → transformers' name. Then transformers' name of the experts' module.
     expert_matrices: ClassVar[Mapping[str, str]] = {}
     expert_module: ClassVar[str] = ""
     # Fields that only a subclass's config has, and that change what a model computes.
@@ -162,7 +162,7 @@ class LlamaFamily(HuggingFaceFamily["Llama"]):
 
 
 def _rope(config: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-    """The config's `rope_*` fields. A file that describes two different rotations is refused: libraries disagree."""
+    """The config's `rope_*` fields. ConfigError: it has two different rotations; libraries choose differently."""
     ropes: dict[str, dict[str, Any]] = {}
     for place in ("rope_parameters", "rope_scaling"):
         value = config.get(place) or {}
@@ -265,7 +265,7 @@ class Qwen3MoeFamily(Qwen3Family):
     compared: ClassVar[Sequence[str]] = ("head_dim", "experts", "active_experts")
     unsupported: ClassVar[Mapping[str, Any]] = {
         **_UNSUPPORTED_BY_QWEN3,
-        # Not supported: blocks without experts, experts that see every token, weights not divided by their sum.
+        # Blocks without experts, experts that see every token, and weights not divided by their sum are not supported.
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "shared_expert_intermediate_size": 0,

@@ -150,8 +150,8 @@ class Llama(ModelConfig):
             parameters[HEAD] = (self.vocab_size, self.dim)
         joined = []
         if self.fused:
-            # `copied`: without norms of heads the backward needs only the values of the fused product's outputs; of
-            # queries and keys it needs the rotated ones.
+            # `copied`: without norms of heads, the backward needs the fused product's values, but not its queries and
+            # keys: it uses the rotated ones.
             copied = () if self.has_head_norms else ("wv",)
             joined = [Joined(caller="layers.*.attention.projections", layers=("wq", "wk", "wv"), copied=copied)]
             if self.routed is None:
@@ -244,7 +244,7 @@ class Llama(ModelConfig):
             _pointwise(attended, "aten.add.Tensor"),
             norm("ffn_norm", attended),
             *feed_forward,
-            # No saved output: it is the input of the next block, which counts it.
+            # The result is not declared as saved here: it is the input of the next block, which counts it.
             Operation(name="ffn_residual", kind="pointwise", flops=0, output=stream.shape),
         ]
 
@@ -398,7 +398,7 @@ class Qwen3(Llama):
     rope_theta: float = 1_000_000.0
 
     def reduced(self, sizes: ReducedSizes) -> Qwen3:
-        """As for a Llama; if heads · head_dim is above or below dim, it stays above or below."""
+        """The same as for a Llama, but heads · head_dim stays above, equal to or below dim, as in the full model."""
         attention_dim, unit = sizes.heads * sizes.head_dim, sizes.unit
         if self.attention_dim > self.dim:
             dim = max(unit, attention_dim // 2 // unit * unit)
@@ -480,7 +480,7 @@ def _inner_attention(config: Llama, batch: int, seq_len: int) -> Operation:
             kept[1:3] = heads("inner.k", config.heads), heads("inner.v", config.heads)
         operators = [Operator(names=FUSED_ATTENTION, results=(mixed, lse))]
     if config.fused and config.has_head_norms:
-        # The values are a view of the fused product's result, so the queries and keys before their norms stay too.
+        # The values are a view of the fused product's whole result: they keep its queries and keys in memory too.
         if config.attention == "math":
             # The math kernel copies the values. On a GPU the norms save their inputs: views of the whole fused result.
             kept.append(replace(v, name="attention.wqkv.values", accelerator="cuda"))
@@ -514,8 +514,8 @@ def _feed_forward_operations(config: Llama, fed: Activation) -> list[Operation]:
 def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int) -> list[Operation]:
     """The operations of a feed-forward of experts.
 
-    A row is one token for one of its experts. Rows have the shape `[batch, seq · active, width]`, for all experts
-    together.
+    Each token gives one row for each of its experts: the rows of all experts together have the shape
+    `[batch, seq · active, width]`.
     """
     batch, seq_len, dim = fed.shape
     whole, rows = (batch, seq_len), (batch, seq_len * experts.active)
@@ -548,7 +548,7 @@ def _experts_operations(experts: RoutedExperts, fed: Activation, *, ffn_dim: int
     theirs = like(counts, "theirs", shape=(experts.count,))
 
     def exchange(name: str, moved: Activation, keeps: Activation, *results: Activation) -> Operation:
-        """An operation that sends rows to other ranks, and sorts them before or after; `results`: of the transfers."""
+        """An operation that sends rows to other ranks, and sorts rows before or after; `results`: what it receives."""
         in_order = like(moved, f"{name}.sorted", with_experts="only")
         return Operation(
             name=f"feed_forward.{name}",
@@ -665,7 +665,7 @@ def _pointwise(
     first: tuple[Operator, ...] = (),
     later: tuple[Operator, ...] = (),
 ) -> Operation:
-    """An operation that moves its result's bytes `passes` times; `first`, `later`: operators around `operator`."""
+    """An operation that moves its result's bytes `passes` times. `first`, `later` run before and after `operator`."""
     return Operation(
         name=name or result.name,
         kind="pointwise",

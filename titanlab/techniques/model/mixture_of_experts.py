@@ -112,11 +112,11 @@ def _multiply(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 def _aligned(operand: Tensor, *, rows: bool = False) -> Tensor:
     """The operand, contiguous, with zeros at the end of each row until its length is a multiple of the alignment.
 
-    Zeros that are added to the inner dim of a product do not change it. A gradient may be a view with strides of 0.
+    Zeros along the inner dim of a product do not change its result. `contiguous`, as a gradient may have strides of 0.
 
     Args:
-        rows: add rows of zeros too, until their number is aligned: it is the inner dim of the product, or the row
-            length of the result.
+        rows: also add rows of zeros until the number of rows is aligned: for an operand whose number of rows is the
+            inner dim of the product, or the row length of its result.
     """
     unit = _ALIGNMENT // operand.element_size()
     missing = (-operand.shape[-1] % unit, -operand.shape[-2] % unit if rows else 0)
@@ -137,7 +137,7 @@ class ExpertChoice(NamedTuple):
 class Auxiliary(NamedTuple):
     """The auxiliary loss of load balance, whose gradient a router adds in its backward pass (arXiv 2101.03961).
 
-    For N experts it is weight · N · Σ share · mean probability, a mean over tokens like the loss.
+    For N experts it is weight · N · Σ (share · mean probability) over experts; like the main loss, a mean over tokens.
 
     shares: [experts], each expert's share of the tokens; None: the shares in each sequence are computed
     weight: factor of this rank's part of the auxiliary loss
@@ -264,14 +264,14 @@ class MixtureOfExperts(nn.Module):
 
 
 def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The order of rows by expert: a row is one token for one of its experts.
+    """The order that sorts rows by expert; each token has one row for each of its experts.
 
     Args:
         experts: [tokens, active].
 
     Returns:
-        order [rows]: the index in `experts.flatten()` of the row at each place; inverse [rows]: the place of each
-        index; ends [count] int32: number of rows of this and all earlier experts.
+        order [rows]: for each sorted row, its index in `experts.flatten()`. inverse [rows]: for each such index, where
+        its row is in the sorted order. ends [count] int32: number of rows of this and all earlier experts.
     """
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -366,7 +366,7 @@ class WeightedSum(torch.autograd.Function):
         active = weights.shape[1]
         own = weights.to(rows.dtype).flatten().index_select(0, order).unsqueeze(-1)
         of_rows = gradient.index_select(0, order // active) * own
-        # In float32, because the router computes in float32.
+        # Compute this gradient in float32, because the router computes in float32.
         of_weights = (_by_token(rows, inverse, active).float() * gradient.unsqueeze(1)).sum(-1)
         return of_rows, of_weights, None, None
 

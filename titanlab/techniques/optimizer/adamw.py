@@ -1,7 +1,7 @@
 """optimizer=adamw, adamw_8bit, adamw_4bit and adamw_fp8: torch's fused AdamW, or torchao's arithmetic.
 
-torchao's optimizer class is not used, because its blocks cover the flattened shard of a rank. Here each block lies in
-one row, so that its scale does not depend on the layout; codes and scales are sharded like their parameter.
+torchao's optimizer class is not used: it cuts the flattened shard of a rank into blocks, which share a scale. Here each
+block lies in one row, so its scale does not depend on the layout; codes and scales are sharded like their parameter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AVERAGES = {"exp_avg": True, "exp_avg_sq": False}  # name → has a sign
 
 @dataclass(frozen=True)
 class Format:
-    """The storage format of an average.
+    """The storage format of an average of gradients or of squared gradients.
 
     Attributes:
         per_code: number of elements in one code.
@@ -180,7 +180,7 @@ def format_of(kind: str, block_size: int, device: torch.device) -> Format:
     packed = getattr(import_quietly(f"torchao.optim.{module}"), name)
     if kind == "adamw_fp8":
         return Format(torch.float8_e4m3fn, 1, lambda codes, scale, shape, *, signed: packed(codes, scale))
-    # The value of every code; signed and unsigned averages have different tables.
+    # Tables with the value of every code, one for averages with a sign (True) and one for those without (False).
     tables = {signed: packed.zeros((block_size,), signed, block_size, device).qmap for signed in (True, False)}
 
     def wrap(codes: Tensor, scale: Tensor, shape: torch.Size, *, signed: bool) -> Tensor:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 # Default of `warmup_steps` in a run that has at least as many steps.
 WARMUP_STEPS = 200
-# Form of the decay → function from its progress, 0 to 1, to the share of the way from peak to floor that is left.
+# Form of the decay → function of the decay's progress (0 to 1); it returns the rate: 1 is the peak, 0 is the floor.
 DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
@@ -78,8 +78,8 @@ class Stored:
     """A parameter, as one rank stores it.
 
     Attributes:
-        shape: of the whole parameter.
-        part: of the part that the rank stores.
+        shape: shape of the whole parameter.
+        part: shape of the part that the rank stores.
     """
 
     name: str
@@ -96,7 +96,7 @@ class OptimizerConfig(OptionConfig, Protocol):
     """Config of an optimizer; `Scheduled` has the fields that all share.
 
     Attributes:
-        schedule: of the learning rate, as a share of the peak.
+        schedule: schedule of the learning rate, as a share of the peak.
         tolerances: relative tolerances of `parameter`, `loss` and `grad_norm` after a few steps in fp32 proofs, if the
             optimizer rounds more than the gradients do.
     """

@@ -74,7 +74,7 @@ def _shardings(matrix: Tensor) -> list[_Sharding]:
     """The shardings of a matrix in the order in which they were applied, without axes that replicate it.
 
     FSDP2 shards after tensor parallelism, although its axis comes first in the mesh; if both shard the same dim, the
-    placement is strided. FSDP2 also comes last if the order does not matter, because it has most ranks.
+    placement is strided. If they shard different dims, the order is free: FSDP2 comes last, because it has most ranks.
     """
     if not isinstance(matrix, DTensor):
         return []

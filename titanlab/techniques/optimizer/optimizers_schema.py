@@ -89,12 +89,12 @@ SMALLEST = 4096
 # Suffixes of the names of an average's two tensors, in the optimizer's state and in checkpoints.
 CODES, SCALE = "_codes", "_scale"
 _SCALE_BYTES = 4
-# The block size in proofs: the small model that they train has rows shorter than a usual block.
+# The block size in proofs: in the small model that proofs train, rows are shorter than a usual block.
 _REDUCED_BLOCK = 16
 
 
 def packs(shape: Sequence[int], *, block_size: int, cuts_of_rows: int) -> bool:
-    """Whether a parameter's averages are stored in few bits: each rank's part of a row consists of complete blocks."""
+    """Whether averages are stored in few bits: if the matrix is large and each rank's part of a row is whole blocks."""
     if len(shape) < 2 or math.prod(shape) < SMALLEST:
         return False
     return shape[-1] % (block_size * cuts_of_rows) == 0

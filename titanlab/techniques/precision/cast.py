@@ -37,7 +37,7 @@ class LossScale:
     """
 
     def multiplier(self, constant: float) -> float | Tensor:
-        """Factor of a loss before its backward: constant · scale. Call once: later scales update a tensor in place."""
+        """The factor of a loss, constant · scale. Call once: a returned tensor follows changes of the scale."""
         return constant
 
     def unscaled(self, tensor: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class LossScale:
         """Take the step's loss over all ranks; called before `judge`."""
 
     def judge(self, norm: Tensor) -> Tensor | None:
-        """Decide from the unscaled gradients' norm whether to update; returns the fields of a `ScaledStep`: [3]."""
+        """Decide from the unscaled gradients' norm whether to update; returns [scale, skipped, tolerated] or None."""
         return None
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -108,7 +108,7 @@ class DynamicLossScale(LossScale):
         return {name: tensor.item() for name, tensor in tensors.items()}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        # A checkpoint of another precision has no scale, but perhaps counts of bad steps.
+        # A checkpoint of another precision has no scale, but may have counts of bad steps.
         if "scale" not in state:
             return
         self._scale = torch.full_like(self._scale, state["scale"])
@@ -224,7 +224,7 @@ def _cast_around(part: nn.Module, compute: torch.dtype, *, keeps_output: bool) -
     def cast(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
         return value.to(after) if isinstance(value, Tensor) and value.dtype == before else value
 
-    # `prepend`: before the hook with which tensor parallelism changes inputs.
+    # `prepend`: cast before tensor parallelism's hook changes the inputs.
     part.register_forward_pre_hook(
         lambda _, inputs: tuple(cast(value, compute, torch.float32) for value in inputs), prepend=True
     )

@@ -14,7 +14,7 @@ from titanlab.options import OUTSIDE_STEP, option
 from titanlab.techniques.precision.contract import DTYPES, EMBEDDING, HEAD, Formats, Precision, PrecisionConfig, matched
 
 KEY = "precision.fp32_parts"
-# In the name of a part: a block's number, or a pattern of numbers.
+# Finds the block's number, or the pattern of numbers, in the name of a part.
 _LAYER = re.compile(r"layers\.([^.]+)")
 
 

@@ -27,7 +27,7 @@ EMBEDDING, HEAD = "embedding", "head"
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """The dtypes of a run's tensors, by torch's names.
+    """The dtypes of a run's tensors, by torch's names. Each attribute says which tensors have the dtype.
 
     Attributes:
         master: of stored parameters and gradients, and of optimizer states that have the parameters' dtype.
@@ -131,7 +131,7 @@ class PrecisionConfig(OptionConfig, Protocol):
         return {}
 
     def on_device(self, *, accelerator: str, device: str) -> PrecisionConfig:
-        """This precision or its emulation, whichever a device computes, for estimates; by default this one."""
+        """For estimates: the emulation of this precision if the device emulates it; by default this precision."""
         return self
 
     def product_bits(self) -> int:
@@ -147,7 +147,7 @@ class PrecisionConfig(OptionConfig, Protocol):
         return
 
     def emulated(self) -> PrecisionConfig:
-        """The same precision in a form that every device computes, with the same rounding; by default this one."""
+        """This precision in a form that every device can compute, with the same rounding; by default unchanged."""
         return self
 
     def reduced(self, *, layers: int, note: Callable[[str], None]) -> PrecisionConfig:

@@ -78,7 +78,7 @@ class Float8Layers(Cast):
             if mesh.size(axis) > 1 and any(not weight.placements[axis].is_replicate() for weight in weights):
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
         largest = _of_joined(largest, layers)
-        # In 64 bits, as torchao does when it computes a scale itself.
+        # Divide in 64 bits, as torchao does when it computes a scale itself.
         scales = torch.finfo(shards[0]._dtype).max / largest.clamp(min=_SMALLEST).double()
         for shard, scale in zip(shards, scales.float(), strict=True):
             shard._precomputed_scale = scale
@@ -107,7 +107,7 @@ def emulates(config: Float8, device: torch.device) -> bool:
 
 
 def float8_product(multiplication: Any, config: Any) -> Product:
-    """The product of torchao's layers, with a separate function for each gradient; torchao's computes both at once.
+    """The product of torchao's layers, but with a separate function for each gradient: torchao computes both at once.
 
     `multiplication`: the `linear_mm_config` of a torchao layer.
     """
@@ -230,7 +230,7 @@ class Mxfp8Layers(Cast):
             output = multiply(inputs, weight)
             return output if bias is None else output + bias.to(output.dtype)
 
-        # No functions for separate gradients: torchao computes both at once.
+        # This product has no functions for separate gradients: torchao computes both gradients at once.
         product = Product(forward)
         for name, layer in list(model.named_modules()):
             if isinstance(layer, nn.Linear) and self._config.converts(name, layer.weight.shape):

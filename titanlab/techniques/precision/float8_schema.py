@@ -41,7 +41,7 @@ class Conversion:
 
 @functools.lru_cache(maxsize=256)
 def _conversion(layers: tuple[tuple[str, tuple[int, ...]], ...], skip: tuple[str, ...], multiple: int) -> Conversion:
-    """Which layers are converted; cached, because the recipes of a sweep ask the same of equal models."""
+    """Which layers are converted; cached, because many recipes of a sweep have the same model."""
     skipped = [name for name, _ in layers if any(path_matches(name, pattern) for pattern in skip)]
     others = {name: shape for name, shape in layers if name not in set(skipped)}
     uneven = {name: shape for name, shape in others.items() if any(size % multiple for size in shape)}
@@ -75,12 +75,12 @@ class Float8(Bf16):
 
     # torchao's name of the recipe.
     recipe: ClassVar[str] = ""
-    # torch's scaled_mm needs this compute capability, and weights whose dims are both multiples of a number.
+    # torch's scaled_mm needs this compute capability, and weights whose two dims are multiples of `multiple`.
     capability: ClassVar[tuple[int, int]] = (8, 9)
     multiple: ClassVar[int] = 16
     format: ClassVar[str] = "float8"
     layer_class: ClassVar[str] = "torchao.float8.float8_linear.Float8Linear"
-    # The gradient of a weight is a product over tokens, so the number of tokens must be a multiple too.
+    # The gradient of a weight is a product over tokens, so the number of tokens must be a multiple of `multiple` too.
     multiplies_tokens: ClassVar[bool] = True
     emulates_on_gpu: ClassVar[bool] = True
     # cast_bytes, per element: read 2 for the scales, then read 2 and write 1. The gradient of the weight needs both
@@ -169,7 +169,7 @@ class Float8(Bf16):
         self._check_converted(setting)
 
     def _check_names(self, model: ModelAccount) -> None:
-        """Check that `skip` names layers, and that a layer is left."""
+        """Check that each name in `skip` fits a layer, and that at least one layer is converted."""
         # `output`, the default of `skip`, may name no layer: a model with a tied head has none of this name.
         for pattern in self.skip:
             if pattern != HEAD and not any(path_matches(name, pattern) for name in model.linear_layers):
@@ -219,7 +219,7 @@ class Float8(Bf16):
             raise ConfigError("training.seq_len", setting.seq_len, rule, f"try {near}, or precision=bf16")
 
     def _check_converted(self, setting: Setting) -> None:
-        """Check that converted layers can be cut, are in no float32 part, and are joined only with converted layers."""
+        """Check that converted layers can be sharded, are in no float32 part, and are joined only with each other."""
         model, degree = setting.model, setting.layout.tensor
         converted = self.conversion(model).converted
         for name, shape in converted.items():
@@ -293,7 +293,7 @@ class Float8Rowwise(Float8):
     kind: str = "float8_rowwise"
 
     recipe: ClassVar[str] = "rowwise"
-    # cast_bytes: each operand is scaled by row for one product, by column for another: read 2, read 2, write 1 each.
+    # cast_bytes: each operand is scaled by row for one product and by column for another: twice read 2 + 2, write 1.
     # For gradients torchao turns fast accumulation off: it then multiplies without scales, and scales the result.
     product: ClassVar[ProductFormat] = _E4M3(cast_bytes=10.0, cast_kernels=4, scales_gradients=True)
 

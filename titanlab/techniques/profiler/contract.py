@@ -45,7 +45,7 @@ class Links:
 
     Attributes:
         axes: name of a process group → axis of the layout.
-        marks_collectives: inside its block, an annotation `titanlab.issue:AXIS:KIND` precedes each collective.
+        marks_collectives: gives a context manager that puts annotations `titanlab.issue:AXIS:KIND` before collectives.
         gather: returns the values of all ranks for a value of this rank; every rank calls it.
         report: takes the kind of a row of metrics, the step, the metrics, and lines for the log; rank 0 writes them.
         failed: takes the name of what could not be written, such as a file, and the reason; writes one line into this
@@ -78,7 +78,7 @@ class Profiler(Protocol):
         return
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Inside its block the main thread is in a phase of the step: `data`, `forward`, `backward`, `optimizer`,
+        """A context manager for a phase of the step in the main thread: `data`, `forward`, `backward`, `optimizer`,
         `checkpoint`, or `exposed_pipeline`. In `exposed_pipeline` the rank waits for another pipeline stage; this phase
         may be nested in another phase.
         """  # fmt: skip

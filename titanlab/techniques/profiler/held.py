@@ -20,7 +20,7 @@ from titanlab.techniques.profiler.profilers_schema import ITEM_RANK, ITEMS, REST
 
 
 def held(*, on_gpu: bool) -> dict[str, float]:
-    """GiB that this rank holds on its device, by item; `rest`: how much more its peak so far is than all items."""
+    """GiB that this rank holds on its device, by item; `rest`: its peak of memory so far minus all items."""
     sizes = consumers("cuda" if on_gpu else "cpu")
     peak = torch.cuda.max_memory_reserved() if on_gpu else peak_resident_bytes()
     sizes[REST] = max(0, peak - sum(sizes.values()))
@@ -53,7 +53,7 @@ def peak_resident_bytes() -> int:
 
 
 def forget_peak() -> None:
-    """Give unused memory back, and let the peak of resident memory begin anew. Only Linux with glibc can do this."""
+    """Give unused memory back, and reset the peak of resident memory to its present size. Needs Linux with glibc."""
     # AttributeError: a C library other than glibc lacks malloc_trim.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

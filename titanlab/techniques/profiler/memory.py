@@ -43,9 +43,9 @@ class MemoryProfiler(Profiler):
         if on_gpu:
             device = torch.cuda.current_device()
             self._used = lambda: torch.cuda.memory_allocated(device)
-            # Private, but torch's documented way to record the allocator's history.
+            # This function is private, but torch documents it as the way to record the allocator's history.
             torch.cuda.memory._record_memory_history(max_entries=self._config.entries, stacks="python")
-            # Private: the callback runs before the exception frees what Python's frames hold. Only GPU builds have it.
+            # Private, and only in GPU builds. It calls back before the exception frees what Python's frames hold.
             attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
             if attach is not None:
                 attach(self._at_out_of_memory)
@@ -117,9 +117,9 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Sampler:
-    """Peaks of memory by phase, and by layer and pass. A thread samples, and so does each change of phase or layer.
+    """Peaks of memory by phase, and by layer and pass: sampled by a thread, and at each change of phase or layer.
 
-    A layer's backward lasts from its output's gradient to that of the layer that comes next, or to the phase's end.
+    A layer's backward begins with the gradient of its output. It ends when the next layer's begins, or with the phase.
     """
 
     def __init__(self, used: Callable[[], int], layers: Mapping[str, nn.Module]) -> None:
@@ -153,7 +153,7 @@ class _Sampler:
         self._note()
 
     def _end(self, layer: str, _: nn.Module, __: Any, output: Any) -> None:
-        # In the backward phase this is a recomputation: the layer goes on with its backward.
+        # In the backward phase, this forward was a recomputation: the backward of the same layer goes on.
         if self._phase != "backward":
             self._enter("")
         if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -212,7 +212,7 @@ def named_consumers() -> Iterator[None]:
 
 
 def _described(error: BaseException) -> str:
-    """A line that names what this rank's memory holds and the module whose forward raised; then the error's message."""
+    """A line with what this rank's memory holds and the module whose forward raised the error; then its message."""
     names: dict[int, str] = {}
     module, trace = "", error.__traceback__
     while trace is not None:
@@ -224,7 +224,7 @@ def _described(error: BaseException) -> str:
         trace = trace.tb_next
     message = str(error)
     line = message.splitlines()[0] if message else "out of memory"
-    # After this, CUDA's message has a paragraph of advice.
+    # Keep only the start of CUDA's message: from `GPU 0 …` on come numbers and a paragraph of advice.
     head = re.split(r"\.? GPU \d|\. Error code", line)[0].rstrip(". ")
     match = _CUDA_ALLOCATED.search(message)
     whole = float(match[1]) * _UNITS[match[2]] if match else resident_bytes()

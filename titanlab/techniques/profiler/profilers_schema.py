@@ -136,7 +136,7 @@ class Breakdown(Windows):
         return BreakdownProfiler(self)
 
 
-# Rows of metrics about what memory holds. `rest` is how much larger a rank's peak is than the sum of its items.
+# Names in rows of metrics about what memory holds. `rest`: a rank's peak of memory minus the sum of its items.
 BY_ITEM, ITEM_RANK = "memory_by_item", "memory_by_item/rank"
 ITEMS, REST = ("parameters", "gradients", "optimizer state"), "rest"
 
@@ -146,12 +146,12 @@ def item_metric(item: str) -> str:
     return f"{BY_ITEM}/{item.replace(' ', '_')}(GiB)"
 
 
-# The kind of the profiler's row in metrics.jsonl; then its metrics, in FLOP/s and bytes/s, in seconds, and in bytes.
+# The kind of this profiler's row in metrics.jsonl, then names of its metrics: FLOP/s, bytes/s, seconds (s), bytes (B).
 KIND = "rates"
 PRODUCT, ATTENTION, COPY, POINTWISE = "rates/product", "rates/attention", "rates/copy", "rates/pointwise"
 LAUNCH, PROCESS, COLLECTIVE = "rates/launch(s)", "rates/process(B)", "rates/collective"
-# Casts to float8 by separate kernels, in bytes/s that they read and write; the host's seconds to start one kernel in
-# eager mode, and for the hooks of FSDP2 around one collective.
+# CAST: bytes/s that separate kernels read and write for a cast to float8. HOST: the host's seconds to start one kernel
+# in eager mode. HOOK: the host's seconds for FSDP2's hooks around one collective.
 CAST, HOST, HOOK = "rates/cast", "rates/host(s)", "rates/hook(s)"
 # Groups of ranks for collectives: the ranks of a node, and all ranks.
 NODE, WORLD = "node", "world"

@@ -31,7 +31,7 @@ _LAUNCHES = 50
 _COPIED = 2**24
 # Elements of the tensor of pointwise operations: 4 MiB in float32, as in a transformer block.
 _POINTWISE = 2**20
-# Kernels of attention, by the planner's names; then the width of a head by kind of device, and the number of heads.
+# Kernels of attention, by the planner's names. _WIDTHS: width of a head by kind of device. _HEADS: number of heads.
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -46,15 +46,15 @@ _BACKWARD = 2.5
 # multiply by the scale 8, clamp 8, to float8 5.
 _CAST_BYTES = 33
 _FLOAT8 = torch.float8_e4m3fn
-# Number and width of the linear layers whose host time is measured: so small that the host is the bottleneck. After
-# each comes an activation: forward 2 kernels, backward 3. FSDP2 gathers twice and reduces once.
+# Number and width of the linear layers whose host time is measured: so small that the host is the bottleneck. A layer
+# and its activation run 2 kernels forward and 3 backward. FSDP2 gathers a layer twice and reduces once.
 _LAYERS, _WIDTH = 16, 16
 _LAYER_KERNELS, _LAYER_HOOKS = 5, 3
 _SMALLEST_MESSAGE = 2**10
 
 
 class RatesProfiler(Profiler):
-    """Measures once before the first step. All ranks measure at the same time, and the slowest counts."""
+    """Measures once before the first step. All ranks measure at the same time; the slowest rank counts."""
 
     def __init__(self, config: Rates) -> None:
         self._config = config

@@ -39,7 +39,7 @@ Event = Mapping[str, Any]
 
 _KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
-# Prefixes of events around Python code that may wait for collectives; the operations inside have their own events.
+# Events with these prefixes do not count as computation: they include waits; operations inside have their own events.
 _NO_COMPUTE = ("c10d::", "_c10d_functional", "autograd::", "titanlab::")
 # gloo runs a reduce_scatter as an all_reduce and drops the other ranks' parts, so the names of both kinds may appear.
 _GLOO_KINDS = {"reduce_scatter": ("reduce_scatter", "all_reduce")}
@@ -58,7 +58,7 @@ def step_parts(events: Iterable[Event], axes: Mapping[str, str]) -> dict[str, fl
 
     Args:
         events: `traceEvents` of a trace with the phases' annotations.
-        axes: name of a process group → axis, for NCCL's kernels; groups that it lacks are `other_group`.
+        axes: name of a process group → axis, for NCCL's kernels; the axis of all other groups is `other_group`.
     """
     complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
     steps = [event for event in complete if event["name"].startswith("ProfilerStep#") and not _is_of_gpu(event)]
@@ -108,7 +108,7 @@ def _of_cpu(events: Sequence[Event], own: list[TimeSpan], waits: list[TimeSpan],
 
 
 def _issuer(time: float, kind: str, issues: list[tuple[Any, ...]]) -> str:
-    """The axis of the latest operation that was issued before this time and can have begun the collective."""
+    """The axis of the latest annotation before this time that fits the collective; removes it from `issues`."""
     for index in range(len(issues) - 1, -1, -1):
         begin, axis, issued = issues[index]
         if begin <= time and kind in _GLOO_KINDS.get(issued, (issued,)):
@@ -263,8 +263,8 @@ class WindowsProfiler(Profiler):
                 **self.options(),
             )
             with warnings.catch_warnings():
-                # torch 2.11 warns in the first cycle that a profiler forgets the events of earlier cycles; a window has
-                # one cycle. With acc_events, torch would make a Python object of each event at the end of the window.
+                # torch 2.11 warns that the profiler forgets the events of earlier cycles, but a window has one cycle.
+                # acc_events is no way out: torch would make a Python object of each event at the end of the window.
                 warnings.filterwarnings("ignore", "Warning: Profiler clears events")
                 self._profile.start()
         elif self._profile is not None:
@@ -321,7 +321,7 @@ class TraceProfiler(WindowsProfiler):
             self.links.report("operators", self._last, row, [text])
 
 
-# Seconds, name, calls, seconds of the host and of the device: over all steps, without the operators it calls itself.
+# Of an operator, without those it calls: seconds by which to sort, name, calls, seconds of the host and of the device.
 _OperatorTime = tuple[float, str, int, float, float]
 
 
@@ -363,7 +363,7 @@ class BreakdownProfiler(WindowsProfiler):
                 forget_peak()
             return contextlib.nullcontext()
         if not self._held and name == "optimizer":
-            # This is in the step of warm-up, when all gradients exist.
+            # The warm-up step is about to update the parameters: all gradients exist.
             self._held = held(on_gpu=self._on_gpu)
         return record_function(PHASE + name)
 

@@ -33,14 +33,14 @@ class Action(NamedTuple):
 
 # B also makes the result of I: the gradient of the input.
 _RESULT = {kind: Kind.INPUT if kind is Kind.BACKWARD else kind for kind in Kind}
-# What an action of each kind needs: the kind of a result, and from how many stages after its own it comes.
+# Kind of an action → the results that it needs: each one's kind, and how many stages after the action's it comes from.
 _NEEDS: Mapping[Kind, Sequence[tuple[Kind, int]]] = {
     Kind.FORWARD: [(Kind.FORWARD, -1)],
     Kind.BACKWARD: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
     Kind.INPUT: [(Kind.FORWARD, 0), (Kind.INPUT, 1)],
     Kind.WEIGHT: [(Kind.INPUT, 0)],
 }
-# A microbatch has either B, or I and W.
+# Kind → kinds that exclude it for the same stage and microbatch: these have either B, or I and W.
 _EXCLUDED = {
     Kind.FORWARD: (),
     Kind.BACKWARD: (Kind.INPUT, Kind.WEIGHT),
@@ -62,7 +62,7 @@ class ActionList(list[Action]):
         done = self._done[stage]
         for kind in kinds:
             number = done[_RESULT[kind]]
-            # As `Action(stage, kind, number)` does it, in half the time.
+            # The same as `Action(stage, kind, number)`, in half the time.
             self.append(tuple.__new__(Action, (stage, kind, number)))
             done[_RESULT[kind]] = number + 1
             if kind is Kind.BACKWARD:
@@ -77,7 +77,7 @@ Orders = Sequence[Sequence[Action]]  # by rank
 
 
 class OrderError(TitanlabError):
-    """Lists of actions are not a schedule.
+    """Raised if lists of actions are not a schedule.
 
     Attributes:
         index: place of the faulty action in the rank's list; None: an action is missing.
@@ -155,7 +155,7 @@ def executed(orders: Orders, *, stages: int) -> Iterator[tuple[int, Action, list
     span = 1 + max((action.microbatch for order in orders for action in order), default=0)
     # For each kind of result: at index stage · span + microbatch, the number of the action that made it.
     made: dict[Kind, list[int | None]] = {kind: [None] * (stages * span) for kind in Kind}
-    # For each kind and stage: the lists of results that an action needs, and the offset of each from the own index.
+    # For each kind and stage, the needs of an action: (list in `made`, offset of the needed entry from the own index).
     sources = {
         kind: [
             [(made[result], step * span) for result, step in _NEEDS[kind] if 0 <= stage + step < stages]

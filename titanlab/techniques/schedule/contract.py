@@ -19,7 +19,7 @@ class PipelineSchedule(OptionConfig, Protocol):
     `actions`.
     """
 
-    # Whether gradients of weights are always (True) or never (False) computed later; None: the actions decide.
+    # Whether gradients of weights are computed after those of inputs: True: always; False: never; None: see `actions`.
     splits: ClassVar[bool | None] = None
 
     def alternatives(self) -> Sequence[PipelineSchedule]:
@@ -66,7 +66,7 @@ class PipelineSchedule(OptionConfig, Protocol):
 
     @abstractmethod
     def actions(self, *, ranks: int, microbatches: int) -> list[list[Action]]:
-        """Actions by rank, in the order in which each rank runs them. ConfigError: as `check_pipeline` does."""
+        """Actions by rank, in the order in which each rank runs them. ConfigError: see `check_pipeline`."""
 
 
 def timeline_of(

@@ -33,7 +33,7 @@ def rows(timeline: Timeline, *, width: int | None, coloured: bool) -> list[str]:
     """The lines of a timeline, wrapped into blocks of rows if it is too long, with a legend below.
 
     A cell has kind and microbatch if there is room for both; otherwise the colour is the kind, and the digits (or the
-    last digit) are the microbatch. Lower case: not the rank's first stage.
+    last digit) are the microbatch. Text in lower case: an action of the rank's later stages.
 
     Args:
         width: columns of the terminal; None: no limit.

@@ -74,7 +74,7 @@ def _dualpipe_v_of_rank(rank: int, *, ranks: int, microbatches: int) -> list[Act
     for _ in range(after):
         order.add(up, B, F)
         order.add(down, B)
-    # Cool-down: from the middle on, gradients of inputs first; those of weights fill idle time.
+    # Cool-down: from the middle on, gradients of inputs first; gradients of weights fill idle time.
     for step in range(2 * (rank + 1)):
         stage = down if step % 2 else up
         if step > rank:
@@ -152,7 +152,7 @@ class Interleaved1F1B(_Interleaved):
 
     kind: str = "interleaved_1f1b"
     splits: ClassVar[bool | None] = False
-    # For each rank, the activation takes a forward pass on its way down, the gradient a backward pass on its way back.
+    # Each rank after this one delays the first gradient by two turns: the activation passes it, then the gradient does.
     _lead_per_rank: ClassVar[int] = 2
     _backward: ClassVar[tuple[tuple[Kind, int], ...]] = ((B, 0),)
 
@@ -277,7 +277,7 @@ def _zbv_of_rank(rank: int, *, ranks: int, microbatches: int) -> ActionList:
             order.add(down, F)
         order.add(down, I, W)
         order.add(up, F, I, W)
-    # Cool-down: gradients of inputs first; those of weights fill idle time.
+    # Cool-down: gradients of inputs first; gradients of weights fill idle time.
     for _ in range(rank):
         order.add(down, I)
         order.add(up, I)

@@ -22,9 +22,9 @@ SLACK = 0.01
 def split(costs: Sequence[float], *, stages: int, placement: Sequence[int]) -> list[int]:
     """The first piece of every stage, such that the pipeline is balanced.
 
-    Minimises the largest load of a rank, and then the largest stage, for which the load may grow by `SLACK`; every
-    stage has at least one piece. The result is optimal for one stage per rank, and for several if the searches end
-    within `PATIENCE`, as they do for models with equal blocks.
+    First makes the largest load of a rank minimal; then makes the largest stage smaller, while the load may grow by
+    `SLACK`. Every stage has at least one piece. The result is optimal for one stage per rank, and for several if the
+    searches end within `PATIENCE`, as they do for models with equal blocks.
 
     Args:
         costs: of every piece, in the order of the forward pass; none is negative.
@@ -87,13 +87,13 @@ def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
 
     # By piece: the first end at which a stage that begins there is too large. A stage of one piece is never too large.
     beyond = [min(pieces, max(begin + 2, bisect_right(sums, sums[begin] + width) + 1)) for begin in range(pieces)]
-    # By piece: the squared costs of the stages that begin there, by their ends. As lists: loops over ends run in C.
+    # By piece: the squared cost of a stage that begins there, for each end. They are lists, so that loops run in C.
     squares = [[square(begin, end) for end in range(begin + 1, beyond[begin])] for begin in range(pieces)]
-    # By stage: the last piece with which it can begin if no stage before it is too large.
+    # By stage: the last piece with which the stage can begin if no earlier stage is too large.
     last = [0]
     for _ in range(stages - 1):
         last.append(beyond[last[-1]] - 1)
-    # By piece: the least sum of the stages after the current one if they begin at this piece.
+    # By piece: the least sum of squared costs of the stages after the current one, if they begin at this piece.
     least = [square(begin, pieces) for begin in range(pieces)] + [math.inf]
     ends: list[list[int]] = []
     for stage in reversed(range(stages - 1)):
@@ -112,13 +112,13 @@ def _narrowest(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def _least_width(sums: Sequence[float], stages: int) -> float:
-    """The cost of the largest stage if the pieces are cut into stages such that it is as small as possible.
+    """The smallest possible cost of the largest stage, over all ways to cut the pieces into stages.
 
     Args:
         sums: cost of the first n pieces together, for each n from none to all.
     """
     pieces = len(sums) - 1
-    # The largest stage consists of neighbouring pieces, so its cost is one of these.
+    # `widths`: the costs of all runs of neighbouring pieces. A stage is such a run, so its cost is one of them.
     widths = sorted({sums[end] - sums[begin] for begin in range(pieces) for end in range(begin + 1, pieces + 1)})
     return widths[bisect_left(widths, True, key=lambda width: _fits(sums, stages, width * (1 + ROUNDING)))]
 
@@ -136,14 +136,14 @@ def _fits(sums: Sequence[float], stages: int, width: float) -> bool:
 def _search(costs: Sequence[float], placement: Sequence[int], *, load: float, width: float) -> list[int] | None:
     """The first piece of each stage, such that no rank has more than `load` and no stage costs more than `width`.
 
-    Searches depth first, ends nearest to an even share first. None: no such cuts exist, or `PATIENCE` tries found none.
+    Searches depth first, and tries ends near an even share first. None: no such cuts exist, or `PATIENCE` tries failed.
     """
     stages, pieces = len(placement), len(costs)
     sums = [0.0, *accumulate(costs)]
     later = [placement[stage + 1 :].count(rank) for stage, rank in enumerate(placement)]
     # By stage: the ranks that have this stage or a later one.
     open_ranks = [tuple(dict.fromkeys(placement[stage:])) for stage in range(stages)]
-    # A sharper bound than sums of costs: how many pieces of median cost fit into the room that ranks still have.
+    # `heavy`, by piece: how many pieces from it on cost at least the median. `may_fit` uses this as a sharper bound.
     median = sorted(costs)[pieces // 2]
     heavy = list(accumulate((cost >= median for cost in reversed(costs)), initial=0))[::-1]
     # By piece: the least number of stages for the pieces from this one on.

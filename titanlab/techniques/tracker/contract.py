@@ -15,7 +15,7 @@ from titanlab.system import parse_json, read_text, write_json
 
 RECORD_SCHEMA = 1
 RECORD_FILE = "tracker.json"
-# With several trackers, each has its own record, tracker-KIND.json.
+# In a run with several trackers, each tracker has its own record, tracker-KIND.json.
 _RECORD_FILES = "tracker*.json"
 # Folder in a run's folder for the tracker files that a rebuild has replaced.
 REPLACED = "replaced"
@@ -66,7 +66,7 @@ def records_in(folder: Path) -> dict[str, Record]:
 
 def write_record(path: Path, record: Record) -> None:
     """Replace a record; if the disk is full or absent, the record stays as it is."""
-    # An error of a tracker never stops the run. A row that no record has counts as missing.
+    # An error of a tracker never stops the run. Rows that no record counts are taken as missing.
     with contextlib.suppress(OSError):
         write_json(path, {"schema": RECORD_SCHEMA, **asdict(replace(record, updated=time.time()))})
 

@@ -104,7 +104,7 @@ class Wandb(TrackerConfig):
 
 
 def choice_for_sweeps(environ: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """The tracker of a sweep that chooses none, and lines for the user: why it is not wandb if that may surprise."""
+    """The tracker of a sweep that names none, and lines for the user that explain a choice which may surprise."""
     mode = environ.get("WANDB_MODE")
     if mode == "disabled":
         return "jsonl", ()

@@ -202,7 +202,7 @@ class WandbTracker(Tracker):
         deadline = time.monotonic() + self._config.finish_seconds
         message = {"summary": dict(summary), "exit_code": exit_code, "rows": self._rows}
         with contextlib.suppress(queue.Full):
-            # The pipe stays open: at its end the writer would take this process for dead, and limit its own time.
+            # Do not close the pipe: the writer would take this process for dead, and limit its own time.
             self._lines.put(_line({"finish": message}), timeout=self._config.finish_seconds)
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
             self._give_up(f"took longer than {self._config.finish_seconds:g} s to finish")
@@ -334,7 +334,7 @@ _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
 _ALLOW, _SUCCEED_WITHOUT_EFFECT = 0x7FFF0000, 0x00050000
 # linux/bpf_common.h: load a word of struct seccomp_data, compare, return.
 _LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-# Offsets in struct seccomp_data; an argument's lower half on little-endian machines.
+# Offsets in struct seccomp_data; of the first two arguments, the offset of the lower half (little-endian).
 _CALL, _MACHINE, _FIRST, _SECOND = 0, 4, 16, 24
 
 
@@ -464,13 +464,13 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open(start: dict[str, Any], send: Send) -> Any:
-    """Start a run of wandb; if it cannot get online, the run is written offline."""
+    """Start a run of wandb; if wandb cannot connect, write the run offline."""
     # `start` has the mode. wandb refuses to start if WANDB_MODE is set but empty.
     os.environ.pop("WANDB_MODE", None)
     import wandb
 
     if start["mode"] == "online":
-        # wandb makes such a folder for each start in online mode, whether or not it gets online.
+        # wandb makes a folder `run-DATE-ID` for each start in online mode, even if it cannot connect.
         folders, pattern = Path(start["dir"], FOLDER), f"run-*-{start['id']}"
         before = set(folders.glob(pattern))
         # Checked here, because wandb itself tries for over a minute.
