@@ -89,7 +89,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
     # Slurm must not end ranks: they watch each other, and rank 0 records their ends. The batch file exports variables
     # by which the tasks find the code; --export=NONE would drop them.
     srun = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
-    # Since Slurm 22.05, srun does not inherit this from the job.
+    # Since Slurm 22.05, srun does not inherit --cpus-per-task from the job.
     srun += [f"--cpus-per-task={shape.cpus_per_task}"] if shape.cpus_per_task is not None else []
     srun += ["--no-kill"] if survives else []
     flags: dict[str, Any] = {"requeue" if config.requeue else "no-requeue": True}
@@ -165,8 +165,8 @@ def _unwanted(config: Slurm) -> list[str]:
 
     For sbatch, SBATCH_* variables win over the batch file: they could set a name by which the job is not found again,
     or a partition and a time limit that nobody has checked. SRUN_* variables would change the job's call of srun. They
-    are removed even for keys that the file does not set: a recipe then requests the same from every shell, and the site
-    decides what launch leaves open.
+    are removed even if the batch file does not set that flag: a recipe then requests the same from every shell, and the
+    site decides what launch leaves open.
     """
     set_by_launch = {name for name, value in config.extra.items() if value is not None}
     set_by_launch |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}
