@@ -219,7 +219,7 @@ def _close(run: RunFolder) -> None:
 
 
 def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
-    """Copy the tokenizer into the run's folder, so that its checkpoints are usable when the folder is moved."""
+    """Copy the tokenizer into the run's folder, so that the run's checkpoints are usable when it is moved."""
     tokenizer = source.tokenizer(recipe.data)
     if tokenizer is None:
         return

@@ -207,7 +207,7 @@ def bad_hosts(runs: Path) -> list[BadHost]:
 
 
 def clear_bad_hosts(runs: Path, host: str | None = None) -> int:
-    """Forget the failures on a host, or on all hosts. Returns how many there were."""
+    """Forget the failures on a host, or on all hosts. Returns the number of these failures."""
     before = bad_hosts(runs)
     after = [] if host is None else [bad for bad in before if bad.host != host]
     if len(after) < len(before):

@@ -433,7 +433,7 @@ def _recorded(
     terminal: Collection[int],
     memory: KillEvidence | None,
 ) -> Outcome:
-    """The outcome of the attempt. Writes it if no rank lived long enough to write it.
+    """The outcome of the attempt; writes result.json if no rank lived long enough to write it.
 
     Args:
         failed: exit codes of the ranks that failed, by rank.

@@ -418,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError:
             return 0
         _say(f"supervisor {os.getpid()} of {sweep.name}")
-        # A shell starts background processes with SIGINT ignored. If it is handled here, jobs do not ignore it.
+        # The shell has started this process with SIGINT ignored. With a handler here, the jobs do not ignore SIGINT.
         with handled_signals((signal.SIGTERM, signal.SIGINT), supervisor.end):
             supervisor.run(lock)
     return 0

@@ -357,7 +357,7 @@ def wait_for(
     Returns the exit codes of the ranks that failed, by rank.
 
     Args:
-        since: seconds since the epoch; older notes of hangs are from earlier attempts.
+        since: when the ranks were started, in seconds since the epoch; older notes of hangs are from earlier attempts.
         world: number of ranks of the run; None: all of them were started here.
     """
 
@@ -376,7 +376,7 @@ def wait_for(
         elsewhere = None if world == len(started.pids) else world
         are_silent = await_notes(run, others, since=since, world=elsewhere)
         if hangs and not are_silent and elsewhere is not None:
-            # Let the rank end by itself: its exit code tells the launcher of other hosts' ranks that it hangs.
+            # A rank that hangs ends by itself: its exit code tells the launcher of other hosts' ranks that it hangs.
             started.wait(_LINGER_SECONDS)
         # Ranks that hang save nothing: they get no time to end.
         started.end(signal.SIGKILL if hangs else signal.SIGTERM, seconds=GRACE_SECONDS)
@@ -474,7 +474,7 @@ def worker_command(folder: Path) -> list[str]:
 
 
 def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, str]:
-    """Environment variables of a rank that this process starts; without an attempt, the ranks agree on it."""
+    """Environment variables of a rank that this process starts; `attempt` None: the ranks agree on the attempt."""
     own = {PARENT: str(os.getpid())} if attempt is None else {PARENT: str(os.getpid()), ATTEMPT: str(attempt)}
     return ranks.environment() | own
 

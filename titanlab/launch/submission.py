@@ -158,7 +158,7 @@ class Submission:
     places: tuple[int, ...] = ()
 
     def job_name(self, sweep: str, index: int | None = None) -> str:
-        """The name in the queue: of one run's job, or the name that all jobs have until they start."""
+        """The name of a run's job in the queue; without `index`, the name that all jobs have until they start."""
         run = self.runs[index or 0] if index is not None or len(self.runs) == 1 else None
         return job_name(sweep, run, self.token)
 

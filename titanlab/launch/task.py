@@ -237,7 +237,7 @@ def survives(job: Job, recipe: Recipe) -> bool:
 
 
 def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
-    """After rank 0 has gone: if its node is lost, put the job back into the queue from a rank on another node.
+    """If rank 0's node is lost, put the job back into the queue from other nodes. Returns whether the node is lost.
 
     A job that survives the loss of a node also survives the loss of the first node, where its batch script ran; then
     nothing else ends the job before its time limit.

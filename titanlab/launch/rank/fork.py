@@ -128,8 +128,8 @@ def _fork_each(first: Ranks, logs: Path, *, terminal: bool) -> tuple[bool, dict[
 def hear_stop_signals() -> None:
     """Deliver the stop signals that were blocked until this process could handle them.
 
-    From now on the launcher's death is a stop request (`stop_request`) instead of an immediate end. This request also
-    wakes a rank that SIGSTOP has stopped.
+    From now on, if the launcher dies, this rank is asked to stop (`stop_request`) and not killed. Linux then sends
+    SIGCONT, which wakes a rank that SIGSTOP has stopped.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))
     if PARENT in os.environ:

@@ -269,7 +269,7 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | N
             # The record cannot be written: only the log and the exit code can report the failure. The launcher itself
             # sees that the run's folder is missing.
             is_reported = isinstance(error, FolderGone)
-    # The launcher prints an error of the user, a secondary failure or a full disk in one line.
+    # Print no traceback of a user's error, a secondary failure or a full disk: the launcher prints these in one line.
     if note.traceback and not is_reported:
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
@@ -311,7 +311,7 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
 
 
 def _compile_in_own_folder(run: RunFolder, attempt: int | None, stack: contextlib.ExitStack) -> Callable[[], None]:
-    """Let torch compile in this attempt's folder until the stack closes. Returns what adds the folder to the cache."""
+    """Let torch compile in an attempt's folder until the stack closes. Returns a function that adds it to the cache."""
     cache = Path(os.environ[compiler_cache.VARIABLE])
     name = f"{hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:16]}-{attempt or 0}"
     try:

@@ -335,8 +335,8 @@ def _merged(live: JobState | None, recorded: JobState | None, queue: Reply, *, a
     is_accounted = recorded is not None and recorded.state == "ended"
     awaited = accounted and not is_accounted
     if live is not None and live.state == "ended" and awaited and not live.never_started and end_of(live) is None:
-        # Until the accounting knows the exit code, say that the job runs. Not if Slurm's state explains the end: for a
-        # job that was cancelled after its requeue, the accounting may say PENDING for minutes.
+        # Until the accounting knows the exit code, say that the job runs. No need to if Slurm's state explains the end:
+        # for a job that was cancelled after its requeue, the accounting may say PENDING for minutes.
         return replace(live, state="running")
     if live is not None and (live.state != "ended" or not is_accounted):
         return live
@@ -380,8 +380,8 @@ def _recorded(text: str) -> dict[JobKey, JobState]:
         state = _state(raw)
         exit_code = _exit_code(code) if state == "ended" else None
         if step:
-            # Numbered steps are those of srun; the batch file is a step too. The exit code of the job is that of srun,
-            # which reports signal 9 as code 9; and sacct's DerivedExitCode misses steps that end just after their job.
+            # Use the exit code of a killed step of srun, which has a number (the batch file is a step too). The job's
+            # own code is srun's, 9 for signal 9. sacct's DerivedExitCode misses steps that end just after their job.
             killed = step.isdecimal() and exit_code is not None and exit_code < 0
             if killed and job in keys and states[keys[job]].exit_code:
                 states[keys[job]] = replace(states[keys[job]], exit_code=exit_code)

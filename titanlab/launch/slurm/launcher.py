@@ -321,8 +321,8 @@ def _port(environ: Mapping[str, str]) -> int:
     """The port of one step: jobs that share a node need different ports, and so do the steps of one job.
 
     All ranks of the step compute the same port. It lies below the ports that Linux gives to outgoing connections. Two
-    jobs whose numbers differ by less than 12,768 never share the port of their first step, nor do the first 97 steps of
-    a job and those of the next one.
+    jobs whose numbers differ by less than 12,768 have different ports in their first step. So have the first 97 steps
+    of a job and those of the next job.
     """
     job, step = number(environ, "SLURM_JOB_ID", 0), number(environ, "SLURM_STEP_ID", 0)
     return 20_000 + (97 * job + step) % 12_768
