@@ -342,8 +342,8 @@ def innermost_own(lines: Iterable[CodeLine]) -> CodeLine | None:
 def main_thread_is_busy() -> bool:
     """Whether the main thread of this process computes, or waits for a core, during half a second.
 
-    On a busy host a thread that computes may get less than a tenth of a core. False if Linux's scheduler keeps no
-    statistics, or the system is not Linux.
+    Waiting counts because on a busy host a thread that computes may get less than a tenth of a core. Returns False if
+    Linux's scheduler keeps no statistics, or the system is not Linux.
     """
 
     def used_nanoseconds() -> int:
@@ -409,7 +409,7 @@ def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world:
 
 
 def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
-    """If others hang and a rank has no note, write a note that it does not answer. Returns whether it was written."""
+    """If others hang and a rank has no note, write one: "does not answer". Returns whether this was done."""
     others = hangs_of_others(run, rank, since=since)
     attempt = run.newest_attempt()
     if not others or any(note.rank == rank for note in run.failures(attempt)):

@@ -123,8 +123,8 @@ _TRIES = 100
 def free_port() -> int:
     """A TCP port of this host that can be bound now, on all addresses.
 
-    If possible, it is outside the range from which the kernel takes ports for outgoing connections. The kernel may take
-    a port of that range before rank 0 listens on it, a second or more later.
+    If possible, the port is outside the range of ports for outgoing connections: the kernel may give a port of that
+    range to a connection before rank 0 listens on it, a second or more later.
     """
     try:
         below = int(_RANGE_FILE.read_text().split()[0])

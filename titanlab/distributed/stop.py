@@ -224,7 +224,7 @@ def held_signals(
 
 @contextlib.contextmanager
 def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iterator[StopRequest]:
-    """Let the signals of STOPS set a flag instead of ending the process; a signal over a second later raises.
+    """Let the signals of STOPS set a flag and not end the process; one over a second later raises KeyboardInterrupt.
 
     In a worker of a job only SIGHUP counts: the worker ignores SIGTERM since its start. The death of the launcher is a
     request too.

@@ -177,7 +177,7 @@ def suspect(outcome: Outcome, nodes: Sequence[str], *, ranks_per_node: int) -> s
 
 
 def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
-    """Remember a host, if the file can be written."""
+    """Add a failure on a host to `hosts.jsonl`; does nothing if the file cannot be written."""
     if not _HOST.fullmatch(host):
         return
     cause = outcome.cause or outcome.kind.meaning

@@ -48,7 +48,7 @@ class Job:
         return f"{self.submission.token}/{self.index} {self.place.start}"
 
     def round(self, number: int) -> str:
-        """An identifier of one attempt of this start: 0 is the first, n follows the n-th restart in place."""
+        """An identifier of one attempt of this start: 0 is the first, n is that after the n-th restart in place."""
         return f"{self.start} #{number}" if number else self.start
 
     @property
