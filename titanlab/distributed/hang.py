@@ -1,9 +1,9 @@
-"""When a rank hangs: how it ends, what it leaves behind, and the verdict over all ranks.
+"""What happens when a rank hangs: how its process ends, what it writes, and the verdict over all ranks.
 
 If a step does not end, the watchdog of a rank writes all stacks to its log, a note of the cause and a record for the
 diagnosis, and ends the rank with exit code 71. It does the same as soon as another rank has left such a note. If a rank
-writes no note, the process that started it, which runs on the same host, writes one for it. `since` is when the ranks
-were started, in seconds since the epoch: older notes belong to earlier attempts.
+writes no note, the process that started the rank writes the note; it runs on the same host. In this module, `since` is
+when the ranks were started, in seconds since the epoch: older notes belong to earlier attempts.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ STEP_KEY = "training.step_timeout_seconds"
 FIRST_STEP_KEY = "training.first_step_timeout_seconds"
 # A step hangs if it takes at least this many times the usual time; a shorter step may only be slow.
 _SLOW = 10
-# If the config sets no limit: the larger of this and _SLOW times the median step, once _FEWEST_STEPS steps are known.
+# Without a limit in the config, a step may take this long, or _SLOW times the median step if that is longer.
 LEAST_LIMIT_SECONDS = 60.0
 _FEWEST_STEPS = 3
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
-# Modules of titanlab and of torch that read or write files: a rank inside them waits for a disk, not for a rank.
+# Modules of titanlab and of torch that read or write files: a rank inside them waits for a disk, not for other ranks.
 _OWN_FILE_MODULES = (
     *("data/", "techniques/tracker/", "checkpoint/", "system/terminal.py", "system/files.py"),
     *("train/weights.py", "train/interchange.py", "train/starting_weights.py"),
@@ -67,10 +67,10 @@ _LOOK_SECONDS = 2.0
 # With more than 512 ranks each rank checks less often, to spare the file server, but often enough for ANSWER_SECONDS.
 _LOOKS_A_SECOND = 128
 _MOST_LOOK_SECONDS = 5.0
-# How long the main thread's CPU time is measured. A thread that computes has a core for at least _BUSY_SHARE of it.
+# How long the main thread's CPU time is measured. A thread that computes has a core for this share of it.
 BUSY_SECONDS = 0.5
 _BUSY_SHARE = 0.1
-# Time between the note and the exit, in which the other ranks, which wait for this rank, write their own stacks.
+# A rank that hangs waits this long between its note and its exit, so that the other ranks can write their own stacks.
 LINGER_SECONDS = 5.0
 # If native code holds the GIL, the watchdog's thread cannot run. Then the timer of faulthandler ends the process, this
 # much later than the thread would: with stacks and exit code 1, without a note.
@@ -135,7 +135,7 @@ class StepTimes:
 
 
 class _Phase(NamedTuple):
-    """What a rank does since `begin`, for at most `limit` seconds (set by `key`); `step`: the last complete step."""
+    """What a rank has done since `begin`; `limit`: its longest time in seconds, set by `key`; `step`: the last done."""
 
     where: str
     step: int
@@ -147,7 +147,7 @@ class _Phase(NamedTuple):
 class Watchdog:
     """Watches one rank until `close`. The start of the process has the same limit as the first step.
 
-    The training loop reports its phase, which costs one assignment; a thread compares its time with the limit.
+    The training loop reports its phase, which costs one assignment; a thread compares the phase's time with its limit.
 
     Args:
         step_seconds: limit of a step; 0: no limit; None: `StepTimes.limit`, or `first_seconds` while that is not known.
@@ -212,7 +212,7 @@ class Watchdog:
             self._phase = before._replace(begin=before.begin + time.monotonic() - begin)
 
     def ending(self, step: int) -> None:
-        """Tell the watchdog that no step follows; the rest may take as long as a pause."""
+        """Tell the watchdog that no step follows; the end of the run has the limit of a pause."""
         self._phase = _Phase(f"the end after step {step}", step, time.monotonic(), self._first_seconds)
 
     @property
@@ -342,8 +342,8 @@ def innermost_own(lines: Iterable[CodeLine]) -> CodeLine | None:
 def main_thread_is_busy() -> bool:
     """Whether the main thread of this process computes, or waits for a core, during half a second.
 
-    On a busy host a thread that computes may get less than a tenth of a core. False if Linux's scheduler keeps no
-    statistics, or the system is not Linux.
+    Waiting counts because on a busy host a thread that computes may get less than a tenth of a core. Returns False if
+    Linux's scheduler keeps no statistics, or the system is not Linux.
     """
 
     def used_nanoseconds() -> int:
@@ -409,7 +409,7 @@ def await_notes(run: RunFolder, pids: Mapping[int, int], *, since: float, world:
 
 
 def note_silence(run: RunFolder, rank: int, pid: int, *, since: float) -> bool:
-    """If others hang and a rank has no note, write a note that it does not answer. Returns whether it was written."""
+    """If others hang and a rank has no note, write one: "does not answer". Returns whether this was done."""
     others = hangs_of_others(run, rank, since=since)
     attempt = run.newest_attempt()
     if not others or any(note.rank == rank for note in run.failures(attempt)):
@@ -438,7 +438,7 @@ def _told(note: Outcome) -> Sequence[str]:
 
 
 def _framed(notes: Collection[Outcome], text: str) -> str:
-    """The text of a verdict: before it the step that did not end, after it the advice of a rank that hangs."""
+    """The step that did not end, then the text of a verdict, then the advice from the note of a rank that hangs."""
     # Ranks may be in different steps: the earliest of these steps is the one that does not end.
     told = [_told(note) for note in sorted(notes, key=lambda note: note.step)]
     event = next((event for event, *_ in told if "did not end" in event), "a step did not end in time")
@@ -450,7 +450,7 @@ def judged(notes: Collection[Outcome], world: int, records: Mapping[int, HangRec
     """The outcome of an attempt from its ranks' notes: the first cause, and for a hang the verdict of the diagnosis."""
     first = first_cause(notes)
     hung = [note for note in notes if note.kind is OutcomeKind.HANG]
-    # A rank that ended with exit code 0 left the others without a failure of its own.
+    # A rank that ended with exit code 0 has not failed, but it may have left the other ranks waiting.
     if first.echo or is_silent(first) or (records and (first in hung or first.exit_code == 0)):
         if not (records or hung):
             return first
@@ -486,7 +486,7 @@ def _diagnosis_of(notes: Collection[Outcome], world: int, records: Mapping[int, 
         elif note.kind is not OutcomeKind.HANG and not note.echo:
             ended[rank] = note.cause or note.kind.meaning
     if not any(note.kind is OutcomeKind.HANG for note in notes):
-        # Nobody has examined the processes of ranks without a note, but other ranks lost their connection to them.
+        # Ranks without a note or a record: other ranks have lost the connection to them, so their processes are gone.
         gone = set(range(world)) - {*noted, *records}
         ended |= dict.fromkeys(gone, "its process is gone and has left no record")
     unread = set(noted) - {*records, *silent, *ended}

@@ -83,7 +83,7 @@ def thread_variables(environ: Mapping[str, str], share: int, given: int | None) 
     """Variables that set or replace the number of threads of a process.
 
     Args:
-        environ: a number of threads in it stays unless it exceeds the share; more threads than cores are much slower.
+        environ: if it has a number of threads, that number stays unless it exceeds the share: more would be slower.
         given: `launch.threads`, which replaces every other number.
     """
     variables = {}

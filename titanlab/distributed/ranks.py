@@ -99,7 +99,7 @@ def joined(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """The whole number in an environment variable. ConfigError: it is missing, without a default, or no number."""
+    """The whole number in an environment variable. ConfigError: it is missing and has no default, or is no number."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
@@ -112,8 +112,8 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
         raise ConfigError(name, text, "must be a whole number", "start with torchrun or srun, or unset it") from None
 
 
-# Linux writes here from which range it gives ports to outgoing connections. On other systems the range is taken to
-# begin at its usual start.
+# In this file Linux shows the range of ports for outgoing connections. On other systems, assume that the range begins
+# at its usual start.
 _RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL_START = 49152
 _LOWEST = 20_000
@@ -123,8 +123,8 @@ _TRIES = 100
 def free_port() -> int:
     """A TCP port of this host that can be bound now, on all addresses.
 
-    If possible, it is outside the range from which the kernel takes ports for outgoing connections. The kernel may take
-    a port of that range before rank 0 listens on it, a second or more later.
+    If possible, the port is outside the range of ports for outgoing connections: the kernel may give a port of that
+    range to a connection before rank 0 listens on it, a second or more later.
     """
     try:
         below = int(_RANGE_FILE.read_text().split()[0])

@@ -29,7 +29,7 @@ class StartUp:
         self._ended = False
 
     def show_by(self, show: Callable[[str | None], None]) -> None:
-        """Set the function that shows a phase's text; it is called with None when the recorder takes over."""
+        """Set the function that shows a phase's text; it gets None when the run's recorder takes over the terminal."""
         self._show = show
 
     def begin(self, phase: str, text: str | None = None) -> None:
@@ -71,7 +71,7 @@ class StartUp:
 
 
 def start_of_worker() -> StartUp:
-    """The start of an attempt, in the process that the launcher has started."""
+    """The `StartUp` of an attempt, for the process that the launcher has started."""
     # Except on Linux, the start of Python itself is not counted.
     begun = {"python": process_start(os.getpid()) or time.time()}
     launched = process_start(int(os.environ[PARENT])) if PARENT in os.environ else None

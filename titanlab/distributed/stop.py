@@ -97,8 +97,8 @@ class StopRequest:
     def cause_of(self, number: int) -> str | None:
         """The cause, if known, of a signal that this rank or another rank has received.
 
-        Call this when the run ends, not at the signal: Linux sends SIGTERM when a thread of the launcher ends, but does
-        not show the launcher's death before its last thread ends. Another launcher's rank may get its signal earlier.
+        Call this when the run ends, not at the signal: another rank may have received the signal before the cause is
+        visible to this rank, such as the death of its launcher.
         """
         cause = self.cause if self.signal == number else None
         return cause or _cause(number)
@@ -130,7 +130,7 @@ class Impatient(TitanlabError):
 
 
 class StoppedEarly(BaseException):
-    """The run was asked to stop before its first step was done. It is no Exception: torch would wrap that. The message
+    """The run was asked to stop before its first step was done. Not an Exception: torch would wrap it. The message
     says what the run was doing, as the end of a sentence after "asked to end".
     """
 
@@ -224,13 +224,12 @@ def held_signals(
 
 @contextlib.contextmanager
 def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iterator[StopRequest]:
-    """Let the signals of STOPS set a flag instead of ending the process; a signal over a second later raises.
+    """Let the signals of STOPS set a flag and not end the process; one over a second later raises KeyboardInterrupt.
 
     In a worker of a job only SIGHUP counts: the worker ignores SIGTERM since its start. The death of the launcher is a
     request too.
 
-    One request may arrive as several signals at once: from a terminal and from a launcher, or from the kernel, which
-    signals the death of a parent once for each thread of the parent.
+    One request may arrive as several signals at once, such as from a terminal and from a launcher.
 
     Python handles signals in the main thread only: if another thread calls this, the flag is never set.
 
@@ -255,10 +254,10 @@ def stop_request(reason: Callable[[], StopReason | None] = lambda: None) -> Iter
             return
         told = reason() if number == signal.SIGHUP else None
         if told is not None:
-            # For a preemption this is SIGUSR2, which only a scheduler sends: in STOPS, SIGTERM stands behind it.
+            # Note the first signal of this kind in STOPS: for a preemption SIGUSR2, which only a scheduler sends.
             request.note(next(stop for stop, kind in STOPS.items() if kind is told.kind), told.cause)
         else:
-            # Use a signal of STOPS: the ranks add up one flag for each of these. A closed terminal counts as Ctrl-C.
+            # SIGHUP (a closed terminal) counts as Ctrl-C: the ranks add up one flag for each signal of STOPS only.
             request.note(signal.SIGINT if number == signal.SIGHUP else number, _cause(number))
 
     def watch_launcher() -> None:

@@ -92,7 +92,7 @@ class _Tracer(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: otherwise torch would not compile while the mode is on, nor later the functions that it saw then."""
+        """True: otherwise torch would compile nothing while the mode is on, nor later the functions that ran then."""
         return True
 
     def __torch_dispatch__(

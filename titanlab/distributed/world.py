@@ -99,7 +99,7 @@ _NO_LIMIT = datetime.timedelta(days=30)
 # Longest pauses between two looks of a rank that waits for others: in a job of up to 100 ranks, and in a larger job.
 _USUAL_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 1.0, 6.0
 _LOOKS_A_SECOND = 100
-# After this time a waiting rank tells the user which ranks have not come, and later if that changes.
+# After this time a waiting rank tells the user which ranks have not come, and again when that changes.
 _TOLD_SECONDS = 5.0
 _ALL_HERE = "titanlab/all ranks are here"
 
@@ -183,7 +183,7 @@ def _join(ranks: Ranks, device: torch.device, waits: Callable[[str], None]) -> N
     try:
         store = _store(ranks, wait)
         if not _is_agents_store():
-            # Under torchrun this is not needed: its agents have met before they start ranks.
+            # Wait until all ranks have come. torchrun does not need this: its agents meet before they start ranks.
             wait.absent = lambda: named(rank for rank in range(ranks.world) if not store.check([_sign(rank)]))
             store.set(_sign(ranks.rank), "")
             if store.add("titanlab/ranks", 1) == ranks.world:

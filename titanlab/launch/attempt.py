@@ -56,8 +56,8 @@ from titanlab.records import (
 )
 from titanlab.system import StoreFault, disk_fault, tells_of_disk, write_json
 
-# `close_dead` takes an attempt for dead this long after its last status: ranks may outlive a killed launcher. Processes
-# of another host cannot be seen: for them, the time is longer than a first step may take.
+# `close_dead` counts an attempt as dead if its last status is older than this. Ranks may outlive a killed launcher a
+# little. Processes of another host cannot be seen: there, wait longer than a first step may take.
 _HERE_SECONDS = 10.0
 _SILENT_SECONDS = 2 * 3600.0
 _EARLIER_SECONDS = 60.0
@@ -76,7 +76,7 @@ def begin(
     """Begin the next attempt at a claimed run. Returns its number.
 
     Args:
-        ranks: rank and world of this process, if other ranks are started elsewhere; None: it starts all ranks.
+        ranks: rank and world of this process, if other ranks are started elsewhere; None: this process starts all.
         checkpoint: chosen by the user; if it is damaged, no older one is tried. None: the newest.
 
     Raises:
@@ -118,7 +118,7 @@ def pass_over_damaged(run: RunFolder, recipe: Recipe, report: Callable[[str], No
 
 
 def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | None) -> None:
-    """Check the checkpoint from which a run will resume against its recipe and against the steps that it has saved.
+    """Check that a run can resume from a checkpoint; or, without a checkpoint, that the run has saved no step yet.
 
     Raises:
         ConfigError: the checkpoint is missing, damaged, or of another model or run.
@@ -126,8 +126,8 @@ def check_own_checkpoint(run: RunFolder, recipe: Recipe, checkpoint: Place | Non
     if checkpoint is None:
         saved = run.saved_step()
         if not saved and run.section("checkpoint").get("load_from") is None:
-            # These rows have the step from which an attempt resumed, so the run had saved that step. Not so if the run
-            # started from another run's checkpoint: then it has such rows before it has saved anything.
+            # Each of these rows has the step from which an attempt resumed: the run had saved that step. A run that
+            # started from another run's checkpoint is excluded: it has such a row before it has saved anything.
             saved = max((row["step"] for row in run.metrics("attempt")), default=0)
         if saved:
             place = checkpoints_of(run)
@@ -184,9 +184,9 @@ def close_dead(run: RunFolder) -> None:
 
 
 def close_earlier(run: RunFolder) -> None:
-    """Wait until the ranks of a claimed run's earlier attempt have ended, and make sure that it has a result.
+    """Wait until the ranks of a claimed run's earlier attempt have ended, and make sure that the attempt has a result.
 
-    If the launcher was killed, its ranks may still save.
+    If the launcher of that attempt was killed, its ranks may still save.
 
     Raises:
         ConfigError: the ranks do not end.
@@ -219,7 +219,7 @@ def _close(run: RunFolder) -> None:
 
 
 def keep_tokenizer(run: RunFolder, recipe: Recipe) -> None:
-    """Copy the tokenizer into the run's folder, so that its checkpoints are usable when the folder is moved."""
+    """Copy the tokenizer into the run's folder, so that the run's checkpoints are usable when it is moved."""
     tokenizer = source.tokenizer(recipe.data)
     if tokenizer is None:
         return
@@ -294,9 +294,9 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
     return replace(outcome, step=max(known), steps=steps, metrics=outcome.metrics or last)
 
 
-# Outcomes that one process or one machine may cause: another attempt may not end so.
+# Outcomes whose cause may be one bad process or machine: another attempt may succeed.
 _RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
-# After this many restarts in a row without progress, the run itself is taken for the cause.
+# After this many restarts in a row without progress, the ranks do not start again: the cause is in the run itself.
 MOST_IN_VAIN = 2
 
 
@@ -381,7 +381,7 @@ class Restarts:
         usable = world if usable is None else usable
         why = self._line(outcome)
         too_few = f"no smaller layout of at least launch.min_world={least} processes fits"
-        # The recipe without the ranks that are left out; the same recipe if other processes take their places.
+        # If ranks are left out: the recipe of the next attempt. It stays the same if other processes take their places.
         smaller: Recipe | None = None
         left_out = None
         if lost:
@@ -426,7 +426,7 @@ class Restarts:
 
 
 def change(recipe: Recipe, smaller: Recipe) -> str:
-    """The rule by which a smaller layout was chosen, with both layouts, in one clause."""
+    """One clause for the user: the old and the smaller layout, and the rule by which the smaller one was chosen."""
     return (
         f"{recipe.layout.label} becomes {smaller.layout.label}, the most data-parallel processes that are left and "
         f"divide training.global_batch={recipe.training.global_batch}, in microbatches of {smaller.microbatch}"
@@ -436,7 +436,7 @@ def change(recipe: Recipe, smaller: Recipe) -> str:
 def reduced(recipe: Recipe, usable: int, least: int | None) -> Recipe | None:
     """The resolved recipe with the largest data-parallel degree that fits the usable processes; None if none does.
 
-    Pipeline, context and tensor degrees stay. Among equal degrees, the largest `shard` comes first.
+    Pipeline, context and tensor degrees stay. If several layouts have that degree, the largest `shard` is preferred.
     """
     if least is None:
         return None

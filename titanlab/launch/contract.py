@@ -35,9 +35,9 @@ class JobState:
         state: `pending`, `running`, `requeued` (it waits to continue), `ended`, `gone` (the scheduler does not know it,
             or no longer), or `unknown` (the scheduler does not answer).
         raw: the scheduler's own name of the state, without details; UNANSWERED if the scheduler does not answer.
-        exit_code: the job's, -N if signal N ended the job or its step; None while it runs, or if it is not known.
+        exit_code: exit code of the job; -N if signal N ended the job or its step; None while the job runs, or unknown.
         reason: why the job waits or failed, in the scheduler's words; or why the scheduler does not answer.
-        elapsed_seconds: run time of its latest start.
+        elapsed_seconds: run time of the job's latest start.
         nodes: names of its nodes.
         job_id: its number in the queue, with its index in the array.
     """
@@ -78,9 +78,9 @@ class ProcessPlace:
     Attributes:
         launcher: kind of the launcher.
         job_id: the job's number as the queue shows it, with the index in the array: `12_3`.
-        raw_job_id: number of this job alone in the accounting; the last job of an array has the array's number.
+        raw_job_id: the accounting's number of this job, without an index; the last job of an array has the array's.
         restart: how often the job was put back into the queue.
-        index: its index in the array; None: it is not in an array.
+        index: the job's index in its array; None: the job is not in an array.
         ranks: rank and world of this process, without the address of rank 0.
         nodes: names of the job's nodes.
     """

@@ -32,13 +32,13 @@ def may_work(status: Status | None, *, silent_seconds: float, here_seconds: floa
 
     Args:
         silent_seconds: how long after its status a process of another host, which cannot be seen, counts as working.
-        here_seconds: the same for a process of this host that has ended, because other ranks may still live.
+        here_seconds: the same for a process of this host that has ended: its ranks may live longer.
     """
     if status is None or status.state in ("prepared", "ended"):
         return False
     is_here = status.host == socket.gethostname()
     if is_here and status.pid != os.getpid() and born_at(status.pid) is not None:
-        # The number may now belong to a later process.
+        # If the process with this number started after the status was written, another process wrote the status.
         start = process_start(status.pid)
         if start is None or start <= status.updated:
             return True
@@ -177,7 +177,7 @@ def suspect(outcome: Outcome, nodes: Sequence[str], *, ranks_per_node: int) -> s
 
 
 def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
-    """Remember a host, if the file can be written."""
+    """Add a failure on a host to `hosts.jsonl`; does nothing if the file cannot be written."""
     if not _HOST.fullmatch(host):
         return
     cause = outcome.cause or outcome.kind.meaning
@@ -193,7 +193,7 @@ def note_bad_host(run: RunFolder, outcome: Outcome, host: str) -> None:
 
 
 def bad_hosts(runs: Path) -> list[BadHost]:
-    """The failures in `hosts.jsonl`, oldest first; damaged and other lines are skipped."""
+    """The failures in `hosts.jsonl`, oldest first; damaged or unknown lines are skipped."""
     # Imported here: the start of a run needs msgspec only after a failure.
     import msgspec
 
@@ -207,7 +207,7 @@ def bad_hosts(runs: Path) -> list[BadHost]:
 
 
 def clear_bad_hosts(runs: Path, host: str | None = None) -> int:
-    """Forget the failures on a host, or on all hosts. Returns how many there were."""
+    """Forget the failures on a host, or on all hosts. Returns the number of these failures."""
     before = bad_hosts(runs)
     after = [] if host is None else [bad for bad in before if bad.host != host]
     if len(after) < len(before):

@@ -76,7 +76,7 @@ def prepare(
     """Resolve and check recipes, and prepare their data; no run folder is created and nothing starts.
 
     Args:
-        started: the runs resume from their own checkpoints; the weights from which they first started may be gone.
+        started: the runs have begun before: do not check the weights from which they started, which may be gone.
     """
     host, ranks = this_host(), joined(environ)
     resolved = []
@@ -190,7 +190,7 @@ class Attempts:
         job: the job of this process, if any; in a job, an attempt that a check prevents gets a result too.
 
     Attributes:
-        restart: what begins the next attempt after a failure; None: the first attempt.
+        restart: the recipe and the reason of an attempt that follows a failure; None: the first attempt.
         round: number of the attempt in this start of the job, from 0.
         members: ranks of the job that take part; empty: all of them.
         has_lost_nodes: whether the last attempt has lost a node of the job.
@@ -248,7 +248,7 @@ class Attempts:
             else:
                 outcome = self._from_here(attempt, recipe, self._console)
             if not self.goes_on_after(outcome, recipe):
-                # Not for a stopped run, which must end soon and may resume: `titanlab sync` writes its tracker files.
+                # A stopped run must end soon, and may resume: leave its tracker files to `titanlab sync`.
                 is_stopped = outcome.kind.automatic or outcome.kind is OutcomeKind.CANCELLED
                 if not is_stopped and (problem := write_at_end(self.run, recipe, attempt)) is not None:
                     self.report(problem)
@@ -272,7 +272,7 @@ class Attempts:
         check_unedited(self.run)
         recipe: Recipe = from_mapping(self.job.config())
         if self._console is not None:
-            # Variables of a scheduler may come from the process that submitted: they do not give this process's rank.
+            # `environ` is empty: a scheduler's variables may come from the process that submitted, with another rank.
             return prepare([recipe], note, started=True, environ={})[0].recipe
         world, least = self.job.place.ranks.world, recipe.launch.min_world
         if least is None or world >= recipe.layout.world:
@@ -348,7 +348,7 @@ class Attempts:
         outcome = self.called(corrected, recipe)
         self._say_end(outcome)
         if not self.members:
-            # Not for a smaller group: there, the rank's number does not tell on which host the rank was.
+            # If only some ranks take part, they have new numbers, which do not tell on which host a rank was.
             self.remember_host(outcome)
         return outcome
 
@@ -365,7 +365,7 @@ class Attempts:
             self.report(f"{host} is remembered: a later job of this run leaves it out, until {clear}")
 
     def called(self, outcome: Outcome, recipe: Recipe) -> Outcome:
-        """Find out which ranks are lost after an attempt. Returns its outcome: `node_fail` if it has lost a node.
+        """Find out which ranks are lost after an attempt. Returns the outcome: `node_fail` if a node is lost.
 
         Only a job that may become smaller waits for its ranks' answers; the scheduler or other ranks end any other job.
         """
@@ -433,7 +433,7 @@ def _recorded(
     terminal: Collection[int],
     memory: KillEvidence | None,
 ) -> Outcome:
-    """The outcome of the attempt. Writes it if no rank lived long enough to write it.
+    """The outcome of the attempt; writes result.json if no rank lived long enough to write it.
 
     Args:
         failed: exit codes of the ranks that failed, by rank.

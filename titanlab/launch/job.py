@@ -1,7 +1,7 @@
 """One start of a job: one of its processes, how its ranks meet, and which ranks are lost.
 
-Rank 0 begins an attempt and publishes its address in a file. The other ranks do not know the address before: they poll
-for the file, which a node may see after some delay.
+Rank 0 begins an attempt and publishes its address in a file. The other ranks cannot know the address earlier: they poll
+for the file. On a shared file system, a file may appear on other nodes after some delay.
 
 After an attempt, every rank that waits for the next attempt leaves a file. A rank without a file is taken for lost, and
 the next attempt goes on without it. A scheduler alone would need minutes to notice that a node is lost (in Slurm
@@ -48,7 +48,7 @@ class Job:
         return f"{self.submission.token}/{self.index} {self.place.start}"
 
     def round(self, number: int) -> str:
-        """An identifier of one attempt of this start: 0 is the first, n follows the n-th restart in place."""
+        """An identifier of one attempt of this start: 0 is the first, n is that after the n-th restart in place."""
         return f"{self.start} #{number}" if number else self.start
 
     @property

@@ -1,7 +1,7 @@
 """launch=local: a single run starts at once; a supervisor on this host starts the runs of a sweep.
 
-`python -m titanlab.launch.local SWEEP` is the supervisor: it runs the jobs in order, a few at once. The process that
-submits starts it; it ends after the last job. Each job is one process that trains its run as `titanlab train` does.
+`python -m titanlab.launch.local SWEEP` is the supervisor, which the process that submits starts. It runs the jobs in
+order, a few at once, and ends after the last job. Each job is one process that trains its run as `titanlab train` does.
 Only the claims of the runs tell which jobs run: if a supervisor is killed, its jobs go on, and the next supervisor
 waits for them.
 """
@@ -43,7 +43,7 @@ _START_SECONDS = 60.0
 _START_POLL_SECONDS = 0.05
 _POLL_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
-# Seconds between two attempts to write to a full disk.
+# After an error of a full disk, the supervisor waits this long before it continues.
 _FULL_DISK_SECONDS = 5.0
 
 
@@ -52,8 +52,8 @@ class LocalJob:
     """One job of a submission.
 
     Attributes:
-        process: the job's, if this supervisor has started it; None: the job waits, an earlier supervisor has started
-            it, or another process works on its run.
+        process: the process of the job, if this supervisor has started it; None: the job waits, an earlier supervisor
+            has started it, or another process works on its run.
         devices: GPUs that only this job uses, if this supervisor has started it.
     """
 
@@ -272,7 +272,7 @@ class Supervisor:
             if self._waiting or self._running:
                 time.sleep(_POLL_SECONDS)
             else:
-                # While this process has the claim, none can submit: nothing comes between the last look and the end.
+                # While this process holds the claim, no other process can submit a job that nobody would run.
                 with contextlib.suppress(ConfigError), claim_sweep(self._sweep):
                     self._read_submissions()
                     if not self._waiting and not self._running:
@@ -418,7 +418,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError:
             return 0
         _say(f"supervisor {os.getpid()} of {sweep.name}")
-        # A shell starts background processes with SIGINT ignored. Handling it gives children the default action again.
+        # The shell has started this process with SIGINT ignored. With a handler here, the jobs do not ignore SIGINT.
         with handled_signals((signal.SIGTERM, signal.SIGINT), supervisor.end):
             supervisor.run(lock)
     return 0

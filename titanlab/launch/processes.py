@@ -46,11 +46,11 @@ from titanlab.launch.rank.fork import adopting
 from titanlab.records import Outcome, OutcomeKind, RunFolder
 from titanlab.system import STOPPED, Console, module_command, process_state
 
-# A rank that is stopped for this time is reported, and is killed if the run was asked to stop.
+# A rank that SIGSTOP or a debugger stops for this time is reported; it is killed if the run was asked to stop.
 STOPPED_SECONDS = 5.0
-# Time to end after a second stop request: enough to write records of failures.
+# After a second stop request, the ranks have this time to write records of failures and to end.
 HURRY_SECONDS = 5.0
-# Time to end after a stop request before the first step: there is nothing to save.
+# After a stop request before the first step, the ranks have this time to end: there is nothing to save.
 START_SECONDS = 10.0
 # The longest time after a stop request without a new step or state in status.json: a step or a save takes less.
 STOP_SECONDS = 600.0
@@ -64,8 +64,8 @@ class Escalation:
         world: number of ranks of the run, including those on other hosts.
 
     Attributes:
-        signals: those that this process has got.
-        unsent: the signals that were not yet sent to the ranks.
+        signals: the signals that this process has got.
+        unsent: those of the signals that were not yet sent to the ranks.
         is_over: whether the ranks must be killed: `is_due` has returned true.
         hangs: whether a stopped rank (SIGSTOP) has kept the others waiting for longer than a step may take.
     """
@@ -84,7 +84,7 @@ class Escalation:
         self._asked_at = self._effect_at = self._hurried_at = 0.0
         self._progress: tuple[str, int] | None = None
         self._answer_due = self.hangs = self.is_over = False
-        # By rank, the time since which the rank is stopped; and the ranks that were reported as stopped.
+        # The ranks that are stopped, with the time when this was first seen; and those of them that were reported.
         self._stopped_since: dict[int, float] = {}
         self._said: set[int] = set()
         self._looked_at = -float("inf")
@@ -101,7 +101,7 @@ class Escalation:
 
     def signalled(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal to this process as a stop request."""
-        # A closed terminal ends a run as Ctrl-C does.
+        # SIGHUP, the signal of a closed terminal, ends a run as Ctrl-C does.
         kind = STOPS[signal.SIGINT if number == signal.SIGHUP else number]
         self._answer_due = self._asked is None and number in (signal.SIGINT, signal.SIGTERM)
         self.asked(kind, f"asked to end by {signal.Signals(number).name}")
@@ -163,7 +163,7 @@ class Escalation:
                 resume = f": {command} lets it go on" if states[rank] == "T" else ""
                 words = f"rank {rank}: {STATES[states[rank]]} since {since}{waits}{resume}"
                 self._say(words)
-            # `titanlab status` and `diagnose` show this, perhaps on another host. A full disk must not end the watch.
+            # `titanlab status` and `diagnose` read these words, perhaps on another host. Go on if the disk is full.
             with contextlib.suppress(OSError):
                 self._run.keep_stopped(self._number(), rank, words)
         self._said = set(long)
@@ -178,10 +178,10 @@ class Escalation:
         limit: float | None = LEAST_LIMIT_SECONDS
         with contextlib.suppress(ConfigError, AttributeError):
             given = self._run.config(self._number()).get("training", {}).get("step_timeout_seconds")
-            # 0: no limit.
+            # step_timeout_seconds=0 means no limit.
             limit = LEAST_LIMIT_SECONDS if given is None else float(given) or None
         for rank in ranks:
-            # Wait longer than the limit: during a step, the waiting ranks record the hang first.
+            # Wait longer than the limit: in a step, the ranks that wait then record the hang before this process does.
             if limit is not None and now - self._stopped_since[rank] >= limit + STOPPED_SECONDS:
                 self.hangs = True
                 what = f"a rank was stopped for {limit:g} s"
@@ -212,7 +212,7 @@ KILL_SECONDS = 30.0
 
 
 class RankProcesses:
-    """Ranks that are children of this process, each the leader of a session. An adopted child is a process number."""
+    """Ranks that are children of this process, each the leader of a session. An adopted child is given by its pid."""
 
     def __init__(self, processes: Mapping[int, int | subprocess.Popen[bytes]]) -> None:
         self.pids = {rank: each if isinstance(each, int) else each.pid for rank, each in processes.items()}
@@ -225,7 +225,7 @@ class RankProcesses:
             try:
                 pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
             except ChildProcessError:
-                # The kernel keeps no exit code if SIGCHLD is ignored; some programs start this one in that state.
+                # If SIGCHLD is ignored, the kernel keeps no exit code. The parent may have started this process so.
                 pid, status = self.pids[rank], 0
             if pid:
                 self._codes[rank] = os.waitstatus_to_exitcode(status)
@@ -292,7 +292,7 @@ def _ask_to_stop(pid: int, number: int) -> None:
 
 # A rank that hangs ends by itself within this time after it has recorded the hang.
 _LINGER_SECONDS = 6.0
-# The other ranks have this time to end after one has failed.
+# After one rank has failed, the other ranks have this time to end.
 GRACE_SECONDS = 5
 # Seconds between two looks for records of ranks that hang.
 _HANG_LOOK_SECONDS = 0.5
@@ -357,7 +357,7 @@ def wait_for(
     Returns the exit codes of the ranks that failed, by rank.
 
     Args:
-        since: seconds since the epoch; older notes of hangs are from earlier attempts.
+        since: when the ranks were started, in seconds since the epoch; older notes of hangs are from earlier attempts.
         world: number of ranks of the run; None: all of them were started here.
     """
 
@@ -372,11 +372,11 @@ def wait_for(
         started.end(signal.SIGKILL, seconds=GRACE_SECONDS)
     elif failed or hangs:
         others = {rank: pid for rank, pid in started.pids.items() if rank not in ended}
-        # Of ranks of this host, one that has ended without a note writes none.
+        # If all ranks are on this host, wait only for those that still run: an ended rank will not write a note.
         elsewhere = None if world == len(started.pids) else world
         are_silent = await_notes(run, others, since=since, world=elsewhere)
         if hangs and not are_silent and elsewhere is not None:
-            # Let the rank end by itself: its exit code tells the launcher of other hosts' ranks that it hangs.
+            # A rank that hangs ends by itself: its exit code tells the launcher of other hosts' ranks that it hangs.
             started.wait(_LINGER_SECONDS)
         # Ranks that hang save nothing: they get no time to end.
         started.end(signal.SIGKILL if hangs else signal.SIGTERM, seconds=GRACE_SECONDS)
@@ -474,7 +474,7 @@ def worker_command(folder: Path) -> list[str]:
 
 
 def worker_environment(ranks: Ranks, attempt: int | None = None) -> dict[str, str]:
-    """Environment variables of a rank that this process starts; without an attempt, the ranks agree on it."""
+    """Environment variables of a rank that this process starts; `attempt` None: the ranks agree on the attempt."""
     own = {PARENT: str(os.getpid())} if attempt is None else {PARENT: str(os.getpid()), ATTEMPT: str(attempt)}
     return ranks.environment() | own
 

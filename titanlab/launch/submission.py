@@ -117,12 +117,12 @@ def check_cluster(cluster: Cluster, launch: LaunchSettings) -> None:
 
 
 SCHEMA = 1
-# A lock in the sweep's folder for every call of sbatch, which may outlive the process that made it.
+# Every call of sbatch locks this file in the sweep's folder: an sbatch may outlive the process that called it.
 HANDING_OVER = ".sbatch"
-# How long to wait for another process: it takes some seconds to submit many runs.
+# How long to wait for the claim of another process, which may take some seconds to submit many runs.
 _CLAIM_SECONDS = 60.0
-# Commas separate the names in Slurm's lists of jobs; other characters may be special to a shell or a file system.
-# Tokens, names of runs and numbers of jobs become paths and arguments of a scheduler's commands.
+# Tokens, names of runs and numbers of jobs become paths and arguments of a scheduler's commands: allow no characters
+# that are special to a shell, a file system, or a list of Slurm, such as commas.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+/-]")
 
@@ -158,7 +158,7 @@ class Submission:
     places: tuple[int, ...] = ()
 
     def job_name(self, sweep: str, index: int | None = None) -> str:
-        """The name in the queue: of one run's job, or the name that all jobs have until they start."""
+        """The name of a run's job in the queue; without `index`, the name that all jobs have until they start."""
         run = self.runs[index or 0] if index is not None or len(self.runs) == 1 else None
         return job_name(sweep, run, self.token)
 

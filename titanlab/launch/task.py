@@ -32,7 +32,7 @@ from titanlab.records import Outcome, OutcomeKind, open_run
 from titanlab.system import Console, disk_fault
 
 CLAIM_SECONDS = 3.0
-# Seconds after a requeue: the processes of the last start may need a moment to end.
+# How long to try to claim the run after a requeue: the processes of the last start may need a moment to end.
 CLAIM_AGAIN_SECONDS = 30.0
 # If the node of the last start is dead, a file server keeps the locks for a lease (90 s on NFS) and a grace period.
 CLAIM_DEAD_SECONDS = 150.0
@@ -177,10 +177,11 @@ def _exit_code(outcome: Outcome) -> int:
     return wrong if outcome.exit_code == wrong else outcome.kind.exit_code
 
 
-# After rank 0 has gone silent, ranks on other nodes wait for the scheduler to notice that its node is lost. Slurm needs
-# SlurmdTimeout, which is 300 s by default, and up to a third of it more.
+# If rank 0 does not answer, ranks on other nodes wait this long for the scheduler to notice that rank 0's node is lost.
+# Slurm needs SlurmdTimeout, which is 300 s by default, and up to a third of it more.
 LOST_SECONDS = 900.0
-# Seconds between the attempts of two nodes to requeue; the scheduler refuses a second requeue of the same start.
+# Nodes ask for the requeue one after the other, this many seconds apart. If the first request succeeds, the scheduler
+# refuses the others.
 _NEXT_SECONDS = 15.0
 # Seconds between two questions to the scheduler, which many users share.
 _ASK_SECONDS = 5.0
@@ -236,7 +237,7 @@ def survives(job: Job, recipe: Recipe) -> bool:
 
 
 def requeue_without_rank_0(job: Job, recipe: Recipe, attempt: int) -> bool:
-    """After rank 0 has gone: if its node is lost, put the job back into the queue from a rank on another node.
+    """If rank 0's node is lost, put the job back into the queue from other nodes. Returns whether the node is lost.
 
     A job that survives the loss of a node also survives the loss of the first node, where its batch script ran; then
     nothing else ends the job before its time limit.

@@ -205,7 +205,7 @@ class RankWatch:
                 return 0.0
         notes = [note for note in run.failures(attempt) if note.rank != rank] if "failures" in names else []
         if any(note.kind is OutcomeKind.HANG for note in notes):
-            # A worker that is stopped will not say where it stands.
+            # A worker that SIGSTOP has stopped cannot record where it is.
             return 0.0 if process_state(self._started.pids[rank]) in STOPPED else HANG_GRACE_SECONDS
         return GRACE_SECONDS if notes else None
 
@@ -260,7 +260,7 @@ def settle(run: RunFolder, attempt: int, world: int) -> None:
 
 
 def ranks_in(ranks: Ranks, meeting: Rendezvous) -> Ranks:
-    """The rank of a process in an attempt; its device, which follows from its rank on its host, stays the same."""
+    """The rank of a process in an attempt. Its local rank stays the same, and so does its device."""
     met = replace(ranks, address=meeting.address, port=meeting.port)
     if not meeting.members:
         return met

@@ -15,7 +15,7 @@ from titanlab.errors import ConfigError
 from titanlab.system import open_to_write, read_text, stopped_note
 
 FILE = ".claim"
-# `is_claimed` of another process holds the lock for an instant: try again for this time.
+# If another process calls `is_claimed`, that call holds the lock for an instant: try again for this time.
 PATIENCE_SECONDS = 0.5
 _RETRY_SECONDS = 0.05
 _HOLDER = r"process (\d+) on (.+)"

@@ -1,7 +1,7 @@
 """A hang: the record of each rank (`attempts/N/hang/rank-R.json`), and the rank that made the others wait.
 
 The verdict names the ranks for which the evidence is strongest. From the strongest: a rank ended early; a rank does not
-answer; ranks call different collectives; a rank waits for no other; a rank calls something else than in its earlier
+answer; ranks call different collectives; a rank waits for no rank; a rank calls something else than in its earlier
 steps; a rank for which others wait is in no collective. If there is no such evidence, no rank is named.
 """
 
@@ -87,7 +87,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Messages:
-    """A rank's sends and receives in a pipeline: their numbers by peer rank, and the message for which it waits."""
+    """A rank's sends and receives in a pipeline: their counts by peer rank, and the message for which it waits."""
 
     runs: bool  # whether a schedule was running; if not, the rank had started all messages of its schedule
     stages: tuple[int, ...]
@@ -98,7 +98,7 @@ class Messages:
 
 @dataclass(frozen=True, kw_only=True)
 class HangRecord:
-    """One rank's record. It has `raised` an error, `waits` for ranks or its device, `computes`, or `stands`."""
+    """The record of a rank, which has `raised` an error, `waits` for ranks or its device, `computes`, or `stands`."""
 
     rank: int
     state: RankState
@@ -171,7 +171,7 @@ class Wait:
     verb: str = "wait"
     text: str = ""  # such as `all_reduce (shard, sequence number 41)`; empty if unknown
     on: frozenset[int] = frozenset()  # ranks that have not come; empty if all have come, or if unknown
-    call: Collective | None = None  # the collective; None for a message of a pipeline
+    call: Collective | None = None  # the collective it waits in; None for a pipeline's message
     skipped: str = ""  # messages that the rank in `on` has skipped: it has ended its schedule without them
     at: str = ""  # the line of titanlab or of the user in which the rank is
 
@@ -187,7 +187,7 @@ class Diagnosis:
     verdict: str
     ranks: tuple[int, ...] = ()
     pending: str | None = None  # the collective or message in which the other ranks wait; None if none of them waits
-    waits: Mapping[int, Wait] = field(default_factory=dict)  # by rank, for each rank with a record
+    waits: Mapping[int, Wait] = field(default_factory=dict)  # by rank; only ranks with a record
 
 
 Finding = tuple[str, Collection[int]]
@@ -206,8 +206,8 @@ def diagnose(
 
     Args:
         world: number of ranks; 0: unknown.
-        silent: by rank that did not answer, what is known of its process.
-        ended: by rank that ended before the hang, how it ended.
+        silent: the ranks that did not answer, each with what is known of its process.
+        ended: the ranks that ended before the hang, each with how it ended.
         unread: ranks that have answered, but whose records cannot be read.
     """
     silent, ended = dict(silent or {}), dict(ended or {})
@@ -219,7 +219,7 @@ def diagnose(
     others = {rank: wait for rank, wait in waits.items() if rank not in ranks}
     if ranks and others:
         text += f"; {_listed(others)}"
-    # First, ranks that wait for a named rank; if no rank is named, ranks whose collective all ranks have called.
+    # Ranks that wait for a named rank come first; if no rank is named, ranks whose collective all ranks have called.
     ordered = sorted(others.values(), key=lambda wait: not wait.on & set(ranks) if ranks else bool(wait.on))
     pending = next((wait.text for wait in ordered if wait.text), None)
     return Diagnosis(verdict=text, ranks=ranks, pending=pending, waits=waits)
@@ -335,9 +335,9 @@ def _odd(
 
 
 def _usual_call(record: HangRecord, call: Collective) -> tuple[Collective, bool] | None:
-    """What a rank called at the same position of earlier steps, and whether it now skipped it; None: no difference.
+    """What a rank called here in earlier steps, and whether the rank has now skipped that; None: no difference.
 
-    The same position is the earlier one before which the most collectives are equal to those before `call`.
+    "Here" is the earlier position before which the most collectives are equal to those before `call`.
     """
     known = [each for each in record.collectives if not each.is_message]
     signatures = [(record.group_of(each).axis, each.signature) for each in known]

@@ -251,7 +251,7 @@ def moment(text: bytes, near: float) -> float | None:
 
 
 def timed(texts: Iterable[bytes], rank: int, *, begin: float, last: float) -> Iterator[Line]:
-    """The lines of one attempt's part of a log, with times that never fall; for `begin` and `last` see `LogPart`."""
+    """The lines of one attempt's part of a log, with times that never go back; for `begin` and `last` see `LogPart`."""
     rest = iter(texts)
     ahead = list(itertools.islice(rest, _LOOK_AHEAD))
     now = next((time for text in ahead if (time := moment(text, begin)) is not None), max(begin, last))
@@ -263,7 +263,7 @@ def timed(texts: Iterable[bytes], rank: int, *, begin: float, last: float) -> It
 
 
 def timed_from_end(texts: Sequence[bytes], rank: int, *, last: float) -> list[Line]:
-    """The last lines of a log, the oldest first, with times that never fall; `last`: when the log was last written."""
+    """The last lines of a log, oldest first, with times that never decrease; `last`: when the log was last written."""
     times: list[float | None] = []
     now = last
     for text in reversed(texts):

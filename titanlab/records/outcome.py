@@ -78,7 +78,7 @@ class Outcome:
     rank: int | None = None  # the rank that failed; None if none failed
     cause: str | None = None  # first line of the error; None for a run that is done
     traceback: str | None = None  # traceback or last output of the failing rank
-    exit_code: int | None = None  # the failing process's; -N if signal N ended it; None if unknown
+    exit_code: int | None = None  # of the failing process; -N if signal N ended it; None if unknown
     echo: bool = False  # a secondary failure (a lost connection, a forwarded signal): another process has the cause
     ended: float = field(default_factory=time.time)  # seconds since the epoch
     metrics: Mapping[str, Any] = field(default_factory=dict)  # medians, last loss, …, named as in metrics.jsonl
@@ -91,7 +91,7 @@ _OOM = re.compile(
     r"|unable to allocate .* for an array",
     re.IGNORECASE,
 )
-# The dynamic loader's message if the address space is used up; for another cause, it appends that cause.
+# The dynamic loader's message if the address space is used up. If the cause is another, the loader appends the cause.
 _NO_ADDRESS_SPACE = re.compile(r"failed to map segment from shared object(?!: Operation not permitted)")
 _THREAD_NOT_STARTED = re.compile(r"can't start new thread|(?:pthread_create|[Tt]hread creation) failed")
 _NODE = re.compile(

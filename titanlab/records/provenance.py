@@ -25,7 +25,7 @@ PATCH_LIMIT = 1_000_000
 _UNTRACKED_LIMIT = 100
 _FILE_LIMIT = 200_000
 _TIMEOUT_SECONDS = 5.0
-# As `git apply` takes it, whatever the user's settings say.
+# Flags with which `git diff` prints a patch for `git apply`, whatever the user's git settings are.
 _DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 _CODE_SUFFIXES = (".py", ".pyi", ".yaml", ".yml", ".toml")
 
@@ -163,7 +163,7 @@ _SECRETS = (
     # … and long literals with digits, assigned to a secret's name. Code such as `token = decode(x)` stays.
     re.compile(rf"(?i)(?<![\w.-])({_SECRET_NAME}[\"']?\s*[=:]\s*[\"']?)((?=[\w+/=-]*\d)[\w+/=-]{{16,}})"),
 )
-# Used for command lines, which contain no code: every value that is assigned to a secret's name.
+# In command lines, which contain no code, hide every value that is assigned to a secret's name.
 _NAMED = re.compile(rf"(?i)(?<![\w.-])({_SECRET_NAME}[\"']?\s*[=:]\s*)([^\s,}}]+)")
 _HIDDEN = "[hidden]"
 

@@ -140,7 +140,7 @@ def home() -> Path | None:
     return Path(folder) if os.path.isabs(folder) else None
 
 
-# By error number, what is wrong with the disk, and the cure.
+# For each error number: what is wrong with the disk, and the cure.
 _FAULTS = {
     errno.ENOSPC: ("the disk is full", "make room"),
     errno.EDQUOT: ("the disk quota is used up", "make room, or ask for a larger quota"),
@@ -241,7 +241,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         waiting += [cause for cause in (current.__cause__, current.__context__) if cause is not None]
 
 
-# The digits of the largest float. Python cannot compare a longer whole number with a float, or convert it to one.
+# A whole number of at most this many digits fits into a float. Python cannot convert a much larger one to a float.
 _MOST_DIGITS = 308
 
 

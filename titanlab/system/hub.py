@@ -89,7 +89,7 @@ def _ask(seconds: float, answered: threading.Event) -> None:
 
 
 def unreachable(name: str, key: str = "repo") -> ConfigError | None:
-    """The error if the hub does not answer; None if it does. Faster than to wait for a library's retries."""
+    """The error if the hub does not answer; None if it does. This is faster than a library's retries."""
     if is_offline():
         rule = "is to be fetched from the hub, and HF_HUB_OFFLINE is set"
         return ConfigError(key, name, rule, "unset it, or copy the files by hand")

@@ -20,14 +20,14 @@ class Progress:
 
     step: int  # number of optimizer steps done
     steps: int  # number of optimizer steps in all
-    # The next three are of the last step.
+    # The next three numbers are those of the last step.
     loss: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
     tokens_per_second: float | None = None  # speed of one device
     devices: int = 1  # number of devices; if there are several, the line shows the speed as tok/s/device
     mfu_percent: float | None = None  # model FLOPs utilisation
-    step_seconds: float | None = None  # of one step
+    step_seconds: float | None = None  # duration of one step
     data_seconds: float | None = None  # the part of `step_seconds` spent waiting for data
     memory_gib: float | None = None  # peak memory of one device, or resident memory on CPU
     seconds_left: float | None = None  # estimated time for the rest of the run

@@ -172,12 +172,12 @@ class Console:
         self._drawn_at = -float("inf")
         # Whether a line is drawn that can be redrawn in place.
         self._is_drawn = False
-        # The phase before the first step and its begin; and whether a line has said that it takes long.
+        # The phase, and when it began; and whether a line was printed because the phase takes long.
         self._phase: tuple[str, float] | None = None
         self._is_said = False
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
-        # For the thread that redraws the phase. Re-entrant: a signal's handler may write while its own thread does.
+        # For the thread that redraws the phase. Re-entrant: a signal's handler may print while its thread prints.
         self._lock = threading.RLock()
 
     @property
@@ -254,7 +254,7 @@ class Console:
             self.note("\n".join(["next:", *(f"  {line}" for line in next_steps)]))
 
     def settle(self) -> None:
-        """End the phase; draw the progress line once more, and leave it. A later progress line starts below."""
+        """End the phase; draw the progress line once more, and leave it. Later progress is on a new line."""
         with self._lock:
             self._phase = None
             if self._latest not in (None, self._kept) and self.is_live:
@@ -389,7 +389,7 @@ class Console:
         except BrokenPipeError:
             discard(stream)  # The reader of the pipe has ended (`| head`).
         except OSError as error:
-            # The disk is full, or the terminal closed. That must not end a run, but a verb that only prints has failed.
+            # The disk is full, or the terminal closed. A run goes on; a verb that only prints fails (`lost_output`).
             note_lost_output(stream, error)
         except ValueError:
             pass  # A closed file.

@@ -59,7 +59,7 @@ def fork_ranks(logs: Path, prepare: Callable[[], T]) -> T:
     end_with_parent()
     first = joined(os.environ) or ALONE
     prepared = prepare()
-    # Objects that the ranks share are never collected: a collection would write to their pages, and copy them.
+    # Exempt the shared objects from garbage collection: it would write to their memory pages, and so copy the pages.
     gc.collect()
     gc.freeze()
     # Hold stop signals until a rank can note them: `hear_stop_signals`.
@@ -70,7 +70,7 @@ def fork_ranks(logs: Path, prepare: Callable[[], T]) -> T:
         os.close(pids_file)
         while os.getppid() == forking:
             time.sleep(_ADOPTION_POLL_SECONDS)
-        # Leave the group only now: before, the launcher can end the ranks and their forking process as one group.
+        # Leave the process group only now: until here, the launcher can kill ranks and forking process as one group.
         os.setsid()
         return prepared
     with os.fdopen(pids_file, "w") as file:
@@ -104,7 +104,7 @@ def fork_children(first: Ranks, logs: Path, act: Callable[[], int]) -> dict[int,
 
 
 def _fork_each(first: Ranks, logs: Path, *, terminal: bool) -> tuple[bool, dict[int, int]]:
-    """Fork every rank, with its environment, log and name. Returns whether this process is one, and pids by rank.
+    """Fork every rank, with its environment, log and name. Returns whether this process is a rank, and the pids.
 
     Args:
         terminal: rank 0 writes to the terminal, and has no log of its own.
@@ -128,8 +128,8 @@ def _fork_each(first: Ranks, logs: Path, *, terminal: bool) -> tuple[bool, dict[
 def hear_stop_signals() -> None:
     """Deliver the stop signals that were blocked until this process could handle them.
 
-    From now on the launcher's death is a stop request (`stop_request`) instead of an immediate end. This request also
-    wakes a rank that SIGSTOP has stopped.
+    From now on, if the launcher dies, this rank is asked to stop (`stop_request`) and not killed. Linux then sends
+    SIGCONT, which wakes a rank that SIGSTOP has stopped.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))
     if PARENT in os.environ:

@@ -104,7 +104,7 @@ def _frames_know_their_module() -> Iterator[None]:
         inspect.getmodule = searched
 
 
-# A stop request before the first step takes effect after this time, so that this rank's own error comes first.
+# A stop request before the first step takes effect after this time. If this rank fails itself, its error comes first.
 EARLY_SECONDS = 1.0
 
 
@@ -269,7 +269,7 @@ def _failed(error: BaseException, run: RunFolder, ranks: Ranks, attempt: int | N
             # The record cannot be written: only the log and the exit code can report the failure. The launcher itself
             # sees that the run's folder is missing.
             is_reported = isinstance(error, FolderGone)
-    # The launcher prints an error of the user, a secondary failure or a full disk in one line.
+    # Print no traceback of a user's error, a secondary failure or a full disk: the launcher prints these in one line.
     if note.traceback and not is_reported:
         with contextlib.suppress(OSError):
             traceback.print_exception(error)
@@ -289,7 +289,7 @@ def _set_environment(recipe: Recipe, ranks: Ranks, console: Console) -> None:
 
 
 def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
-    """Variables to set before torch is imported; values in the environment win, except for too many threads."""
+    """Variables to set before torch is imported. Variables of the user stay, except too large numbers of threads."""
     share = share_of_cores(ranks.local_world, os.environ)
     variables = {
         **ranks.environment(),
@@ -311,7 +311,7 @@ def environment(recipe: Recipe, ranks: Ranks) -> dict[str, str]:
 
 
 def _compile_in_own_folder(run: RunFolder, attempt: int | None, stack: contextlib.ExitStack) -> Callable[[], None]:
-    """Let torch compile in a folder of this attempt until the stack closes. Returns what adds it to the cache."""
+    """Let torch compile in an attempt's folder until the stack closes. Returns a function that adds it to the cache."""
     cache = Path(os.environ[compiler_cache.VARIABLE])
     name = f"{hashlib.sha256(os.fsencode(run.path.resolve())).hexdigest()[:16]}-{attempt or 0}"
     try:

@@ -26,8 +26,8 @@ from titanlab.launch.submission import HANDING_OVER, Submission, jobs_folder, su
 _SBATCH_SECONDS = 120
 # srun's --wait: how long tasks may run after the first one has ended. Some ranks save for longer than others.
 _WAIT_SECONDS = 600
-# A failing line of the preamble ends the job, because the run would lack what the line provides. Lines of files that
-# the preamble sources may fail.
+# A failing line of the preamble ends the job, because the run would lack what the line provides. In files that the
+# preamble sources, lines may fail.
 _STOP_AT_FAILURE = (
     "trap 'code=$?; if [ ${#BASH_SOURCE[@]} -eq 1 ]; then "
     'echo "error: launch.preamble: exit code $code of: $(sed -n "${LINENO}p" "$0")" >&2; '
@@ -89,7 +89,7 @@ def _parameters(config: Slurm, sweep: Path, submission: Submission) -> dict[str,
     # Slurm must not end ranks: they watch each other, and rank 0 records their ends. The batch file exports variables
     # by which the tasks find the code; --export=NONE would drop them.
     srun = ["--export=ALL", "--kill-on-bad-exit=0", f"--wait={_WAIT_SECONDS}"]
-    # Since Slurm 22.05, srun does not inherit this from the job.
+    # Since Slurm 22.05, srun does not inherit --cpus-per-task from the job.
     srun += [f"--cpus-per-task={shape.cpus_per_task}"] if shape.cpus_per_task is not None else []
     srun += ["--no-kill"] if survives else []
     flags: dict[str, Any] = {"requeue" if config.requeue else "no-requeue": True}
@@ -164,9 +164,9 @@ def _unwanted(config: Slurm) -> list[str]:
     """Variables of this process that must not reach the new job.
 
     For sbatch, SBATCH_* variables win over the batch file: they could set a name by which the job is not found again,
-    or a partition and a time limit that nobody has checked. SRUN_* variables would change the job's call of srun. They
-    are removed even for keys that the file does not set: a recipe then requests the same from every shell, and the site
-    decides what launch leaves open.
+    or a partition and a time limit that nobody has checked. SRUN_* variables would change the job's call of srun. All
+    these variables are removed, even if the batch file does not set the same flag: a recipe then asks for the same from
+    every shell, and the site decides what launch leaves open.
     """
     set_by_launch = {name for name, value in config.extra.items() if value is not None}
     set_by_launch |= {name for name in _ON_BEHALF if vars(config).get(name) is not None}

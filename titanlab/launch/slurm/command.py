@@ -34,7 +34,7 @@ ANSWER_SECONDS = 15.0
 ACCOUNTING_SECONDS = 30.0
 # Users set these variables to filter and format the output of Slurm's commands; titanlab could not read it then.
 _PERSONAL = ("SACCT_", "SCANCEL_", "SINFO_", "SQUEUE_")
-# Do not cut lists of array elements after 64 characters; print times in the format that is parsed here.
+# Slurm prints lists of array elements in full, not only 64 characters, and times in the format that is parsed here.
 _OURS = {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 
 
@@ -78,7 +78,7 @@ def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str
 
 
 def accounted_since(since: float, *words: str) -> Reply:
-    """The output of sacct for the user's jobs that could start after a time, in seconds since the epoch."""
+    """The output of sacct for the user's jobs that were ready to start after `since` (seconds since the epoch)."""
     # Begin one day earlier, because clocks may differ.
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86_400))
     return ask_slurm("sacct", "--noheader", "--parsable2", f"--starttime={start}", *words, seconds=ACCOUNTING_SECONDS)
@@ -95,7 +95,7 @@ def seconds_of(text: str) -> float | None:
 
 _POLL_SECONDS = 0.2
 _NODE_SECONDS = 30.0
-# The time zone of a container may differ from the node's.
+# Times are printed in UTC: the time zone of a container may differ from the node's.
 _FORMAT = {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
 # The loop and the batch file ignore signals, which Slurm sends to all processes of an ending job: ranks still save.
 _LOOP = """\
@@ -134,7 +134,7 @@ def scontrol(*words: str, seconds: float) -> CommandResult | None:
     folder = os.environ.get(QUESTIONS)
     if folder is not None and (answer := _asked_outside(Path(folder), words, seconds)) is not None:
         return answer
-    # Try it here even if the node of the batch file is lost: the image may contain scontrol.
+    # There is no container, or the loop outside it does not answer: run scontrol here, which the image may contain.
     return run_command("scontrol", *words, seconds=seconds, environ={**os.environ, **_FORMAT})
 
 
@@ -171,7 +171,7 @@ _LARGEST = 4_000_000
 
 
 def elements_of(text: str) -> list[int]:
-    """The elements of an expression, without the brackets and the limit of concurrent jobs (`%4`).
+    """The array indices in a text of Slurm: `[0-2,7%4]` → 0, 1, 2, 7; `%4` only limits how many jobs run at once.
 
     Other text, such as the `...` of a shortened listing, is skipped.
     """
@@ -185,7 +185,7 @@ def elements_of(text: str) -> list[int]:
 
 
 def expression_of(elements: Iterable[int]) -> str:
-    """The shortest list of ranges for these elements: `0-3,7`."""
+    """The shortest list of ranges for these array indices: `0-3,7`."""
     ranges: list[tuple[int, int]] = []
     for element in sorted(set(elements)):
         if ranges and element == ranges[-1][1] + 1:
@@ -258,7 +258,7 @@ def end_in_queue(state: JobState) -> StopReason | None:
 _SENTENCE = re.compile(
     r"slurmstepd[^:]*: error: (?P<said>.*(?:oom[-_ ]?kill|exceeded (?:\w+ )?memory limit).*)$", re.IGNORECASE
 )
-# Of srun, about one task or several: "srun: error: n1: task 1: Out Of Memory", "srun: error: n1: tasks 0-1: Killed".
+# srun's lines about one task or more: "srun: error: n1: task 1: Out Of Memory", "srun: error: n1: tasks 0-1: Killed".
 _TASK = re.compile(r"srun: error: \S+ task (?P<rank>\d+): (?P<how>Out Of Memory|Killed)\s*$")
 _TASKS = re.compile(r"srun: error: \S+ tasks \S+: (?:Out Of Memory|Killed)\s*$")
 
@@ -335,8 +335,8 @@ def _merged(live: JobState | None, recorded: JobState | None, queue: Reply, *, a
     is_accounted = recorded is not None and recorded.state == "ended"
     awaited = accounted and not is_accounted
     if live is not None and live.state == "ended" and awaited and not live.never_started and end_of(live) is None:
-        # The accounting will soon know the exit code. Do not wait for it if Slurm's state explains the end: for a job
-        # that was cancelled after its requeue, the accounting may say PENDING for minutes.
+        # Until the accounting knows the exit code, say that the job runs. No need to if Slurm's state explains the end:
+        # for a job that was cancelled after its requeue, the accounting may say PENDING for minutes.
         return replace(live, state="running")
     if live is not None and (live.state != "ended" or not is_accounted):
         return live
@@ -380,8 +380,8 @@ def _recorded(text: str) -> dict[JobKey, JobState]:
         state = _state(raw)
         exit_code = _exit_code(code) if state == "ended" else None
         if step:
-            # Numbered steps are those of srun; the batch file is a step too. The exit code of the job is that of srun,
-            # which reports signal 9 as code 9; and sacct's DerivedExitCode misses steps that end just after their job.
+            # Use the exit code of a killed step of srun, which has a number (the batch file is a step too). The job's
+            # own code is srun's, 9 for signal 9. sacct's DerivedExitCode misses steps that end just after their job.
             killed = step.isdecimal() and exit_code is not None and exit_code < 0
             if killed and job in keys and states[keys[job]].exit_code:
                 states[keys[job]] = replace(states[keys[job]], exit_code=exit_code)

@@ -200,7 +200,7 @@ class SlurmLauncher(Launcher):
         elif int(facts.get("Restarts") or 0) > place.restart:
             kind, cause = OutcomeKind.PREEMPTED, f"{job} is put back into the queue ({signal_name})"
         elif why == "NodeDown" or state in ("NODE_FAIL", "BOOT_FAIL"):
-            # No NODE_FAIL: the ranks on other nodes can save. The scheduler reports the lost node after the job's end.
+            # Not NODE_FAIL: the ranks on other nodes can save. After the job's end, Slurm's state shows the lost node.
             kind, cause = OutcomeKind.PREEMPTED, f"a node of {job} failed ({signal_name})"
         elif why == "TimeLimit" or state == "TIMEOUT":
             kind, cause = OutcomeKind.WALLTIME, f"the time limit of {job} is reached ({signal_name})"
@@ -230,8 +230,8 @@ class SlurmLauncher(Launcher):
         return frozenset(place.nodes) - frozenset(hosts(nodes)) if nodes and not nodes.startswith("(") else frozenset()
 
     def requeue_on_fewer(self, place: ProcessPlace, *, least: int, most: int) -> str | None:
-        # The request also names the tasks and cores of the fewest nodes. Slurm changes the request of a job in the
-        # queue only, and ends this process KillWait seconds after it has requeued its job (30 by default).
+        # Besides nodes, request the tasks and cores of `least` nodes. Slurm changes only requests of jobs in the queue:
+        # requeue first. KillWait seconds (30 by default) after the requeue, Slurm ends this process.
         tasks = least * (place.ranks.world // len(place.nodes))
         cores = int(_job_facts(place.job_id).get("CPUs/Task") or 1) * tasks
         if (refused := self.requeue(place)) is not None:
@@ -260,7 +260,7 @@ def joined_step(environ: Mapping[str, str]) -> Ranks | None:
     several tasks.
 
     Raises:
-        ConfigError: one of Slurm's variables is missing or is not a number; or it is a shell on one of several nodes.
+        ConfigError: one of Slurm's variables is missing or is not a number; or this is a shell on one of several nodes.
     """
     if "SLURM_STEP_ID" not in environ or _slurm_world(environ) <= 1:
         return None
@@ -321,8 +321,8 @@ def _port(environ: Mapping[str, str]) -> int:
     """The port of one step: jobs that share a node need different ports, and so do the steps of one job.
 
     All ranks of the step compute the same port. It lies below the ports that Linux gives to outgoing connections. Two
-    jobs whose numbers differ by less than 12,768 never share the port of their first step, nor do the first 97 steps of
-    a job and those of the next one.
+    jobs whose numbers differ by less than 12,768 have different ports in their first step. So have the first 97 steps
+    of a job and those of the next job.
     """
     job, step = number(environ, "SLURM_JOB_ID", 0), number(environ, "SLURM_STEP_ID", 0)
     return 20_000 + (97 * job + step) % 12_768

@@ -163,13 +163,13 @@ def _check_submission(config: Slurm) -> Finding:
     answer = ask_slurm("sbatch", "--test-only", "--nodes=1", "--ntasks=1", *words, "--wrap=true", seconds=_SITE_SECONDS)
     if answer.output is None:
         return fail("submission", str(answer.problem), "set the keys of launch: account, partition, qos, minutes")
-    # Slurm prints it on standard error: `sbatch: Job 12 to start at … using 1 processors on nodes n1 in partition gpu`.
+    # Slurm answers on standard error: `sbatch: Job 12 to start at … using 1 processors on nodes n1 in partition gpu`.
     when = re.search(r"to start at (\S+)", answer.errors + answer.output)
     return ok("submission", f"a job of one task could start at {when[1]}" if when else "Slurm would take a job")
 
 
 def check_settings(settings: Mapping[str, str], config: Slurm) -> Iterator[Finding]:
-    """The lines about Slurm's configuration."""
+    """What `titanlab doctor` says about Slurm's configuration, line by line."""
     if (version := settings.get("SLURM_VERSION")) is not None:
         yield ok("version", version)
     requeue = settings.get("JobRequeue")
