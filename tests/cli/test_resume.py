@@ -73,7 +73,10 @@ def test_a_run_goes_on_through_its_launcher_at_another_layout(tmp_path, slurm, s
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("parallelism.shard=12 parallelism.context=2 cluster.nodes=1", "world=24: is more than the cluster's 1 nodes"),
+        (
+            "parallelism.shard=12 parallelism.context=2 cluster.nodes=1",
+            "world=24: is more than the cluster has, 1 node",
+        ),
         ("launch.partition=fast", "launch.partition=fast: Slurm knows no such part"),
     ],
 )

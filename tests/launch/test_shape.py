@@ -63,7 +63,10 @@ def test_on_this_host_a_job_is_one_node(tmp_path):
         (Cluster(), "cluster.accelerator=auto: is whatever this host has, and launch=slurm runs elsewhere; name the"),
         (Cluster(accelerator="cuda"), "cluster.device=null: is whatever this host has"),
         (Cluster(accelerator="cpu"), "cluster.per_node=null: launch=slurm derives the nodes of a job from it"),
-        (Cluster(per_node=2, nodes=4, **GPUS), "world=16: is more than the cluster's 4 nodes of 2; try world=8"),
+        (
+            Cluster(per_node=2, nodes=4, **GPUS),
+            "world=16: is more than the cluster has, 4 nodes with 2 processes each; try world=8",
+        ),
     ],
 )
 def test_a_cluster_has_to_be_named_and_large_enough(tmp_path, cluster, told):

@@ -117,7 +117,7 @@ UNUSABLE = "its weights.json cannot be used ("
 DAMAGED = {
     "no model": ({"model": ...}, f"{UNUSABLE}KeyError: 'model'"),
     "no digest": ({"digest": ...}, f"{UNUSABLE}KeyError: 'digest'"),
-    "another schema": ({"schema": 2}, f"{UNUSABLE}ValueError: another version of titanlab's"),
+    "another schema": ({"schema": 2}, f"{UNUSABLE}ValueError: another version of titanlab wrote it"),
     "a model of text": ({"model": "llama"}, f"{UNUSABLE}TypeError: "),
     "a model without a kind": ({"model": {"dim": 4}}, f"{UNUSABLE}KeyError: 'kind'"),
     "half a layer": ({"model": {**PLAIN, "layers": 1.5}}, f"{UNUSABLE}TypeError: layers is not a whole number: 1.5"),

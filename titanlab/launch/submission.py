@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from titanlab.errors import ConfigError
 from titanlab.recipe import Cluster, LaunchSettings
 from titanlab.records import claimed, read_optional
-from titanlab.system import write_json
+from titanlab.system import counted, write_json
 
 if TYPE_CHECKING:
     from titanlab.recipe import Recipe
@@ -71,7 +71,7 @@ def shape_of(recipe: Recipe) -> JobShape:
     assert per_node is not None
     least = math.ceil(world / per_node)
     if cluster.nodes is not None and least > cluster.nodes:
-        rule = f"is more than the cluster's {cluster.nodes} nodes of {per_node}"
+        rule = f"is more than the cluster has, {counted(cluster.nodes, 'node')} with {per_node} processes each"
         raise ConfigError("world", world, rule, f"try world={cluster.nodes * per_node}, or another cluster")
     most = world if cluster.nodes is None else min(cluster.nodes, world)
     even = [count for count in range(least, most + 1) if world % count == 0]

@@ -25,7 +25,8 @@ from titanlab.plan.pipeline_time import PipelineEstimate, RankTime, pipeline_tim
 from titanlab.plan.stages import Seen, message_bytes, model_facts
 from titanlab.recipe import Recipe, step_of
 
-# How often a step reads or writes all gradients outside of the optimizer: to compute the norm and to zero; to scale.
+# Reads and writes of all gradients in a step, outside of the optimizer. Always: one read for the norm, one write of
+# zeros. Where gradients are scaled: one more read and one more write.
 _GRADIENT_PASSES, _SCALING_PASSES = 2, 2
 
 
@@ -229,12 +230,12 @@ def _eager(machine: Machine) -> float:
 
 
 class ShardingTraffic(NamedTuple):
-    """FSDP2's communication for some units of one rank, each gathered and reduced once.
+    """FSDP2's communication for some of the pieces (FSDP units) of one rank, each gathered and reduced once.
 
     Attributes:
         gather, scatter, replicas: seconds of all-gathers, of reduce-scatters, and of HSDP's all-reduces.
         gathered_bytes, scattered_bytes: bytes of the unsharded tensors, which the device also copies.
-        elements: number of parameters in the units, over all ranks that share them.
+        elements: number of parameters in the pieces before FSDP2 shards them.
     """
 
     gather: float

@@ -316,7 +316,7 @@ class Checks:
                 return recipe, resolve(recipe, world=None, accelerator=accelerator, device=device)
 
         def look(key: str) -> Any:
-            """The value of a key in the resolved recipe; if the key is a group, its option (no recipe is resolved)."""
+            """The value of a key in the resolved recipe; of a group, its option, for which no recipe is resolved."""
             if composer.is_group(key):
                 with _stage("composition"):
                     return composer.option(point, key)

@@ -208,7 +208,7 @@ class LoggingRecorder(Recorder):
         self._meter.begin()
 
     def started(self, seconds: Mapping[str, float]) -> None:
-        # Clear the shown phase: without live lines, the first step of a resumed run may print nothing that replaces it.
+        # Clear the phase here. Where lines are not redrawn in place, the first step may print none that replaces it.
         self._console.phase(None)
         # Ignore a failed write: no other code needs this file.
         with self._meter.paused(), contextlib.suppress(OSError):

@@ -207,7 +207,7 @@ def open_weights(path: Path, key: str) -> SafetensorsSource:
             raise ValueError("a bias is not finite")
         biases = biases_of(model, numbers, key, path)
         if manifest["schema"] != SCHEMA:
-            raise ValueError("another version of titanlab's")
+            raise ValueError("another version of titanlab wrote it")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         rule = f"its {MANIFEST} cannot be used ({type(error).__name__}: {error})"
         raise ConfigError(key, path, rule, "import the weights again") from error

@@ -56,7 +56,7 @@ ARGUMENTS = [
     ("launch=slurm", "cluster.accelerator=auto: is whatever this host has", "cluster=h100"),
     (f"{SLURM} cluster=cpu cluster.accelerator=cuda", "cluster.accelerator=cuda: is what the recipe asks for", "cluster=h100"),
     (f"{SLURM} launch.partition=fast", "launch.partition=fast: Slurm knows no such partition", "known: large, normal"),
-    (f"{SLURM} cluster.nodes=2 parallelism=fsdp world=32 training.global_batch=32", "world=32: is more than the cluster's 2 nodes", ""),
+    (f"{SLURM} cluster.nodes=2 parallelism=fsdp world=32 training.global_batch=32", "world=32: is more than the cluster has, 2 nodes", ""),
     (f"{SLURM} cluster.per_node=4 cluster.nodes=4 parallelism=fsdp world=13 training.global_batch=13", "world=13: does not fill nodes of 4 evenly, and the cluster has 4 nodes", ""),
     ("sweep=taken", "sweep=taken: ", "belongs to another sweep"),
     ("sweep=a/b", "sweep=a/b: becomes a folder's name", ""),

@@ -143,7 +143,7 @@ class PrecisionConfig(OptionConfig, Protocol):
         return self.kind
 
     def check_device(self, *, accelerator: str, device: str) -> None:
-        """Raise ConfigError if a device cannot compute in this precision with any recipe."""
+        """Raise ConfigError if no recipe can use this precision on the device; by default, every device can."""
         return
 
     def emulated(self) -> PrecisionConfig:

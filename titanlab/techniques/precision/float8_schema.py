@@ -274,7 +274,7 @@ class Float8Tensorwise(Float8):
             return
         if setting.cpu_offload:
             rule = (
-                "computes scales on the device that keeps the weights, and with cpu_offload another device gathers them"
+                "computes scales where weights are kept, on the CPU with cpu_offload, but they are gathered on the GPU"
             )
             raise ConfigError("precision.all_gather", True, rule, "try false, or parallelism.cpu_offload=false")
         ranks = setting.layout.fsdp
