@@ -101,7 +101,7 @@ WRONG = [
     (Float8Rowwise, {"skip": ["output", "wk"]}, {"model": {"fused": True}}, "model.fused=true: multiplies wq, wk, wv as one product, and precision=float8_rowwise does not convert layers.0.attention.wk", "try false, or name all of them in precision.skip: wq, wk, wv", {"skip": ["output", "wq", "wk", "wv"]}, {}),
     (Mxfp8, {}, {"model": {"fused": True}}, "model.fused=true: multiplies several layers as one product", "try false", {}, {"model": {"fused": False}}),
     # Weights that cannot be gathered in float8.
-    (Float8Tensorwise, {}, {"cpu_offload": True, "layout": {"shard": 2}}, "precision.all_gather=true: computes scales on the device that keeps the weights", "try false", {"all_gather": False}, {}),
+    (Float8Tensorwise, {}, {"cpu_offload": True, "layout": {"shard": 2}}, "precision.all_gather=true: computes scales where weights are kept", "try false", {"all_gather": False}, {}),
     (Float8Tensorwise, {}, {"layout": {"shard": 3}}, "precision.all_gather=true: cannot cut the 64 rows that a process has of layers.0.attention.wq into 3 equal parts", "try false", {"all_gather": False}, {}),
     (Float8Tensorwise, {}, {"layout": {"shard": 24, "tensor": 2}, "model": {"kv_heads": 4}}, "precision.all_gather=true: cannot cut the 32 rows", "try false", {"all_gather": False}, {}),
 ]  # fmt: skip
