@@ -81,6 +81,7 @@ def test_where_ranks_hang_one_of_this_host_that_has_ended_is_not_awaited(run, mo
     monkeypatch.setattr(hang, "ANSWER_SECONDS", 300.0)
     run.write_failure(Outcome(kind=OutcomeKind.HANG, step=3, rank=1, attempt=1, cause="it waits", echo=True))
     ranks = [subprocess.Popen(words) for words in (["true"], ["sleep", "600"])]
+    os.waitid(os.P_PID, ranks[0].pid, os.WEXITED | os.WNOWAIT)
     begin = time.monotonic()
     failed = processes.wait_for(RankProcesses(dict(enumerate(ranks))), run, since=0.0, world=2)
     assert time.monotonic() - begin < 60

@@ -234,7 +234,8 @@ def test_one_that_takes_no_rows_fills_a_bounded_queue_and_counts_what_is_left_ou
     # What was taken came whole and in order, the summary with it.
     steps = [step for what, step, _ in fake_out() if what == "log"]
     assert steps == sorted(set(steps))
-    assert 50 < len(steps) < 1000
+    # The queue; and what went into the pipe, if the thread that empties the queue had its turn.
+    assert 50 <= len(steps) < 1000
     assert fake_out()[-1] == ["finish", 0, {"loss": 1.0}]
     assert len(told) == 1
     record = read_record(run.record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from titanlab.train import WeightsSource
 from titanlab.train.weights import TensorEntry
 
 FORMATS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -13,6 +14,7 @@ class Tensors:
     """A source of tensors in memory, which notes what is read."""
 
     model, biases = None, {}
+    fill = WeightsSource.fill
 
     def __init__(self, **tensors):
         self.tensors, self.reads = tensors, []
