@@ -78,11 +78,6 @@ class IndexedTensor:
         """The shape of each chunk: [chunk, dims]."""
         return self.chunks[:, FIRST_OFFSET + len(self.shape) :]
 
-    def chunk_at(self, offsets: Sequence[int]) -> int:
-        """The number of the chunk that begins at the offsets."""
-        (numbers,) = (self.offsets == tuple(offsets)).all(axis=1).nonzero()
-        return int(numbers[0])
-
 
 class IndexedFile(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
     """A file of tensors; `checksums` are those that `BlockWriter` computed."""
