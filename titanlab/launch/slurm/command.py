@@ -53,16 +53,15 @@ class Reply:
     is_here: bool = True
 
 
-def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS, environ: Mapping[str, str] | None = None) -> Reply:
+def ask_slurm(*words: str, seconds: float = ANSWER_SECONDS) -> Reply:
     """Run a command of Slurm and wait for its answer; after the time limit it is killed."""
-    environ = os.environ if environ is None else environ
-    if shutil.which(words[0], path=environ.get("PATH")) is None:
+    if shutil.which(words[0]) is None:
         return Reply(output=None, problem=f"there is no {words[0]} on PATH", is_here=False)
-    config = environ.get("SLURM_CONF")
+    config = os.environ.get("SLURM_CONF")
     if config is not None and not (os.path.isfile(config) and os.access(config, os.R_OK)):
         # Slurm's commands would look for the file for a minute before they report this.
         return Reply(output=None, problem=f"SLURM_CONF={config} is not a readable file")
-    kept = {name: value for name, value in environ.items() if not name.startswith(_PERSONAL)}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_PERSONAL)}
     begin = time.monotonic()
     answer = run_command(*words, seconds=seconds, environ={**kept, **_OURS})
     if answer is None:
