@@ -207,18 +207,17 @@ def _check_name(folder: SweepFolder, study: Study) -> None:
         raise ConfigError("sweep", study.name, rule, cure)
 
 
-def decide(study: Study, *, force: bool = False, states: States | None = None, answered: bool = True) -> list[Decision]:
+def decide(study: Study, *, force: bool = False, answered: bool = True) -> list[Decision]:
     """The action of a submission for every run of a study, after `check_study`; changes nothing.
 
     Args:
         force: submit ended runs again, from the beginning, whatever their outcome; waiting and running ones stay.
-        states: the states of jobs; None: ask their launchers, which need not be installed.
-        answered: whether the launchers can be asked; if not, jobs in their queues are unknown.
+        answered: whether the launchers, which need not be installed, can be asked; if not, jobs in their queues are
+            unknown.
     """
     folder = folder_of(study)
     check_study(study, submits=False, answered=answered)
-    if states is None:
-        states = job_states(folder.submissions(), folder.path) if answered else {}
+    states = job_states(folder.submissions(), folder.path) if answered else {}
     return _decided(study, folder, states, force=force)
 
 

@@ -241,7 +241,7 @@ def planned(tmp_path, monkeypatch):
 
     def plan(points, **given):
         found = study(tmp_path / "runs", points, launch=given.pop("launch", SLURM), **given)
-        return found, list(decide(found, states={}, answered=False))
+        return found, list(decide(found, answered=False))
 
     return plan
 

@@ -71,7 +71,7 @@ def test_it_plans(path, monkeypatch, tmp_path):
         where = ["launch=local"]
     found = plan(f"+sweeps={name}", *where, f"runs={tmp_path}")
     # The file does not depend on whether Slurm is here and answers.
-    decisions = decide(found, states={}, answered=False)
+    decisions = decide(found, answered=False)
     assert (found.name, found.origin) == (name, f"sweeps/{name}")
     runs, left_out, largest = EXPECTED[name]
     assert (len(found.planned), len(found.dropped)) == (runs, left_out), dropped(found)
