@@ -141,7 +141,7 @@ class Reader:
         made = SimpleNamespace(kind="wandb", rows=3, folder=self._folder / "wandb")
         patch("titanlab.train.rebuild", lambda run, *given: [made])
         patch("titanlab.cli.weights.checkpoint_of", lambda text, runs, *, step: find_run(text, runs))
-        patch("titanlab.cli.weights.from_run", lambda text, runs, **given: find_run(text, runs))
+        patch("titanlab.cli.weights.from_run", lambda text, runs, checkpoint: find_run(text, runs))
         patch("titanlab.cli.weights.write_hf", lambda origin, into, **given: self._exported(into))
         patch("titanlab.cli.weights.fetch_model", lambda name, **given: Path("given/small-hf"))
         patch("titanlab.cli.tokens.download_tokenizer", downloaded)

@@ -24,6 +24,7 @@ from titanlab.techniques.model.contract import Foreign
 from titanlab.train import (
     check_apart,
     check_target,
+    checkpoint_of,
     from_folder,
     from_run,
     weights,
@@ -202,7 +203,8 @@ def test_a_model_that_was_stretched_has_the_context_of_that(tmp_path):
     """RoPE of Llama 3.1: the run trains shorter sequences than the model can read."""
     recipe, run = saved.run_of(tmp_path, **STRETCHED)
     saved.save(run, recipe.model)
-    assert from_run(str(run.path), "runs", step=None).context == 8192
+    checkpoint = checkpoint_of(str(run.path), "runs", step=None)
+    assert from_run(str(run.path), "runs", checkpoint).context == 8192
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_a_run_with_a_damaged_config_is_one_line(begun, tmp_path, config, reason
     (copy / "checkpoints" / "step-00000002").symlink_to(run.checkpoints / "step-00000002")
     model = "model: {kind: llama, " + ", ".join(f"{name}: {size}" for name, size in SIZES.items()) + "}"
     (copy / "config.yaml").write_text(config.replace("MODEL", model))
-    said = refusal(from_run, str(copy), "runs", step=None)
+    said = refusal(from_run, str(copy), "runs", copy / "checkpoints" / "step-00000002")
     assert said.startswith(f"run={copy}: its config.yaml has no model (")
     assert reason in said
     assert said.endswith("; restore that file")

@@ -138,7 +138,7 @@ def _export(args: Namespace, console: Console) -> int:
         return 0
     read_while_kept(
         lambda: checkpoint_of(args.run, args.runs, step=args.step),
-        lambda checkpoint: write(from_run(args.run, args.runs, step=args.step, checkpoint=checkpoint)),
+        lambda checkpoint: write(from_run(args.run, args.runs, checkpoint)),
         console.warn,
     )
     return 0
@@ -158,7 +158,7 @@ def _export_dcp(args: Namespace, console: Console) -> int:
 
     def write(checkpoint: Place) -> str:
         # Report left-out biases only for torchtitan's names: with titanlab's names, position.json contains them.
-        source = from_run(args.run, args.runs, step=None, checkpoint=checkpoint) if prefix == "" else None
+        source = from_run(args.run, args.runs, checkpoint) if prefix == "" else None
         with whole_folder(args.into) as part:
             write_dcp(checkpoint, part, "run", prefix=prefix)
         return left_out(source.biases) if source else ""

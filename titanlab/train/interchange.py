@@ -70,17 +70,16 @@ def checkpoint_of(text: str, runs: str, *, step: int | None) -> Place:
     return named or find(str(run.path), "run")
 
 
-def from_run(text: str, runs: str, *, step: int | None, checkpoint: Place | None = None) -> WeightsSource:
-    """The model in a run's checkpoint; `checkpoint` None: the one that `checkpoint_of` finds.
+def from_run(text: str, runs: str, checkpoint: Place) -> WeightsSource:
+    """The model in a checkpoint that `checkpoint_of` has found for the same run.
 
     Raises:
-        ConfigError: there is no such run or checkpoint.
+        ConfigError: there is no such run; or the checkpoint is damaged, or of another model.
     """
     # Imported here, because it imports torch.
     from titanlab.train.dcp import source_of
 
     run, _ = find_run_or_checkpoint(text, runs)
-    checkpoint = checkpoint or checkpoint_of(text, runs, step=step)
     check_unedited(run)
     model, seq_len = model_of_run(run.path, "run")
     contents = read_contents(checkpoint, "run")
