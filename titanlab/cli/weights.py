@@ -160,7 +160,7 @@ def _export_dcp(args: Namespace, console: Console) -> int:
         # Report left-out biases only for torchtitan's names: with titanlab's names, position.json contains them.
         source = from_run(args.run, args.runs, checkpoint) if prefix == "" else None
         with whole_folder(args.into) as part:
-            write_dcp(checkpoint, part, "run", prefix=prefix)
+            write_dcp(checkpoint, part, prefix=prefix)
         return left_out(source.biases) if source else ""
 
     if line := read_while_kept(lambda: checkpoint_of(args.run, args.runs, step=args.step), write, console.warn):

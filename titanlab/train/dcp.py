@@ -348,7 +348,7 @@ class _ReadingPlanner(dcp.DefaultSavePlanner):
         return self.state_dict[index.fqn] if name is None else whole_tensor(self._contents, name)
 
 
-def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES[0]) -> None:
+def write_dcp(checkpoint: Place, into: Path, *, prefix: str) -> None:
     """Write `.metadata`, `*.distcp` and `position.json` into a new folder.
 
     The names of the entries are `model.…` and `optimizer.state.….…`. The folder can be given to
@@ -362,7 +362,7 @@ def write_dcp(checkpoint: Place, into: Path, key: str, *, prefix: str = PREFIXES
         ConfigError: the checkpoint is damaged.
         OSError: the disk is full.
     """
-    contents = read_contents(checkpoint, key)
+    contents = read_contents(checkpoint, "run")
     state: dict[str, Any] = dict(contents.objects)
     written: dict[str, str] = {}
     for name, entry in contents.tensors.items():
