@@ -211,7 +211,7 @@ class Survey:
             try:
                 busy = _busy(sweep, report)
             except ConfigError as error:
-                # The plan or a submission is damaged, so it is unknown which runs have jobs.
+                # The plan is damaged, or a launcher is not installed: it is unknown which runs have jobs.
                 self.notes.append(f"{sweep.name} is left alone: {error}")
                 continue
             for run in sweep.runs() if only is None else [sweep.run(only.path.name)]:

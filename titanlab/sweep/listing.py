@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections import Counter
@@ -202,8 +201,7 @@ def overview_lines(rows: Sequence[Row], runs: Path | str, *, now: float) -> list
 
 
 def _row(sweep: SweepFolder, members: list[RunFolder]) -> dict[str, Any]:
-    with contextlib.suppress(ConfigError):  # `titanlab status SWEEP` names a damaged submission.
-        close_dead_runs(sweep, jobs_of(sweep, sweep.submissions()))
+    close_dead_runs(sweep, jobs_of(sweep, sweep.submissions()))
     statuses, words = [], Counter[str]()
     for run in members:
         try:

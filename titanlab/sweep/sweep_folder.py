@@ -68,14 +68,12 @@ class SweepFolder:
         return self.path / "superseded"
 
     def manifest(self) -> dict[str, Any]:
-        """The content of sweep.json; empty if runs were started one by one."""
+        """The content of sweep.json; empty if runs were started one by one, or if the file is damaged."""
         return read_optional(self.path / "sweep.json") or {}
 
     def notes(self) -> str:
         """The notes of the latest submission on one line; empty if it has none."""
-        notes = None
-        with contextlib.suppress(ConfigError):  # If sweep.json is damaged, `titanlab status` names it.
-            notes = self.manifest().get("notes")
+        notes = self.manifest().get("notes")
         return " ".join(notes.split()) if isinstance(notes, str) else ""
 
     def title(self) -> str:
