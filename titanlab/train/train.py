@@ -65,7 +65,7 @@ from titanlab.recipe import Recipe, Training
 from titanlab.records import Outcome, OutcomeKind, RunFolder, first_line
 from titanlab.system import disk_fault
 from titanlab.techniques.optimizer.contract import rate_factor
-from titanlab.techniques.profiler.contract import Links, Phase, Profiler, nothing
+from titanlab.techniques.profiler.contract import Links, Phase, Profiler
 from titanlab.techniques.profiler.memory import named_consumers
 from titanlab.train.assemble import Assembled, StepBatch, Sums, assemble
 from titanlab.train.recording import Recorder, StepEnds, open_recorder
@@ -490,8 +490,8 @@ class Saves:
         assembled: Assembled,
         recorder: Recorder,
         watchdog: Watchdog,
+        phase: Phase,
         step: int,
-        phase: Phase = nothing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._phase = phase
