@@ -295,7 +295,7 @@ def with_progress(run: RunFolder, outcome: Outcome) -> Outcome:
 
 
 # Outcomes whose cause may be one bad process or machine: another attempt may succeed.
-_RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
+RESTARTED = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
 # After this many restarts in a row without progress, the ranks do not start again: the cause is in the run itself.
 MOST_IN_VAIN = 2
 
@@ -359,7 +359,7 @@ class Restarts:
             usable: number of processes that are left, including those that the attempt did not use; None: the processes
                 of the attempt.
         """
-        if not self._most or outcome.kind not in _RESTARTED or tells_of_disk(outcome.cause):
+        if not self._most or outcome.kind not in RESTARTED or tells_of_disk(outcome.cause):
             return None, ""
         if outcome.exit_code == OutcomeKind.INFEASIBLE.exit_code:
             return None, ""

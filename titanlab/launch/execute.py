@@ -15,6 +15,7 @@ from titanlab.distributed import Ranks, check_host, held_signals, stopped_before
 from titanlab.errors import ConfigError
 from titanlab.launch import processes
 from titanlab.launch.attempt import (
+    RESTARTED,
     Restart,
     Restarts,
     begin,
@@ -169,10 +170,6 @@ def continue_run(
             put_aside = go_back(run, recipe, checkpoint, console.note)
         attempts = Attempts(run, console, recipe=recipe, ranks=ranks, checkpoint=checkpoint, put_aside=put_aside)
         return attempts.make()
-
-
-# Outcomes that a lost rank may have caused.
-_WITH_A_LOSS = (OutcomeKind.CRASH, OutcomeKind.HANG, OutcomeKind.OOM, OutcomeKind.NODE_FAIL)
 
 
 class Attempts:
@@ -371,7 +368,7 @@ class Attempts:
         """
         self._loss, self.has_lost_nodes = Loss(), False
         may_shrink = recipe.launch.restarts and recipe.launch.min_world is not None
-        if self._signals or not may_shrink or outcome.kind not in _WITH_A_LOSS:
+        if self._signals or not may_shrink or outcome.kind not in RESTARTED:
             return outcome
         loss = self._loss = lost_ranks(self.job, outcome.attempt, known=self._left_out)
         self.has_lost_nodes = bool(loss.nodes)
