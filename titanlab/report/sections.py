@@ -22,8 +22,6 @@ _MOST_CAUSE = 300
 _MOST_TRACEBACKS, _MOST_TRACEBACK = 12, 4_000
 _MOST_KEYS = 20
 _MOST_SOURCES = 4
-# Names of the values in a row of parity.json.
-_PARITY = ("layout", "precision", "loss", "grad_norm", "gradient", "parameter", "tolerance")
 
 
 def sections_of(facts: Facts) -> list[Section]:
